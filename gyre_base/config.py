@@ -1,0 +1,279 @@
+"""Configuration: one frozen tree, read from TOML, written resolved as JSON beside the run.
+
+A comment says what a number trades. A wrong key names the nearest right one. Units come last in names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A key or a value that can't be used; says which and what would do (exit code 2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Cells and where daemons listen."""
+
+    cells: int = 3  # core first, then satellites; with 1 the policy falls back to whole-pool switching
+    bind: str = "127.0.0.1"  # address that other daemons reach; a node's own address on a cluster
+    executors: int = 1  # executor processes; each holds many executions
+    peer_timeout_s: float = 20.0  # silence after which a daemon counts as lost; lower finds faults sooner, higher rides out swaps
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """When GPUs change hands."""
+
+    policy: str = "elastic"  # elastic | colocate | async
+    slots_per_cell: int = 48  # executions one rollout cell serves well; the water level is compared with their sum
+    steps: int = 60  # optimizer steps of the run
+    steps_per_burst: int = 2  # m: more overlaps better and raises mean staleness, (m - 1) / 2
+    groups_per_batch: int = 4  # groups per optimizer step
+    group_size: int = 16  # executions per task; advantages are relative to them
+    retry_budget: int = 2  # re-dispatches of one execution after infrastructure failures
+    seed: int = 0  # order of tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy and its tokenizer (Hugging Face layout)."""
+
+    path: str = ""  # directory with config.json and model.safetensors
+    tokenizer: str = ""  # directory with tokenizer.json and chat_template.jinja; empty = path
+    served_name: str = "gyre-policy"  # what harnesses are told the model is called
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The rollout engine of a cell."""
+
+    kind: str = "tiny"  # tiny | sglang
+    max_running_requests: int = 64
+    context_length: int = 2048  # tokens; longer prompts get the dialect's own context error
+    stream_interval: int = 16  # tokens per chunk from engine to proxy; larger costs less CPU per token
+    threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Sampling of trained calls, whatever the harness asks for: then the recorded logprob is the behaviour logprob."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    durability: str = "fdatasync"  # fdatasync survives a node, write survives a process
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Loss and optimizer (DESIGN 8)."""
+
+    lr: float = 5e-4
+    lr_final: float = 1e-4  # linear from `lr` over the second half of the run
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    ratio_cap: float = 5.0  # r_t = min(exp(logp - b), cap)
+    sequence_clip_low: float = 0.995
+    sequence_clip_high: float = 1.005
+    reading: str = "behaviour"  # behaviour: s against recorded logprobs; proximal: s against the version before the batch
+    micro_step_tokens: int = 4096  # more runs faster, less spreads better over cells
+    checkpoint_every_steps: int = 10
+    checkpoints_kept: int = 2
+    threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryConfig:
+    """What of an execution is trained (DESIGN 6)."""
+
+    jmax: int = 5  # 0 = no bound
+    rule: str = "greedy"  # greedy: most new tokens within the best class; draw: the paper's random draw
+    min_valid: int = 2  # executions with a valid outcome that a group needs
+    eps: float = 1e-6  # added to the group's standard deviation
+    shuffle_advantages: bool = False  # control arm of bench.learning: advantages permuted within the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Where tasks come from and how they run."""
+
+    train: str = ""  # JSONL of {id, instruction, workspace, evaluator}
+    heldout: str = ""  # same form; measured, never trained
+    harness: tuple[str, ...] = ()  # command; the instruction is its last argument
+    harness_env: dict[str, str] = field(default_factory=dict)
+    harness_limit_s: float = 120.0
+    evaluation_limit_s: float = 20.0
+    workspace: str = "plain"  # plain: a directory, for trusted toy models only
+    keep_workspaces: bool = False  # True keeps every workspace for gyre rescore
+    concurrent_per_executor: int = 160  # executions one executor runs at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Held-out tasks before the first and after the last step."""
+
+    tasks: int = 128  # 0 = none
+    sampled: bool = True  # at rollout.temperature
+    greedy: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole tree."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trajectories: TrajectoryConfig = field(default_factory=TrajectoryConfig)
+    tasks: TaskConfig = field(default_factory=TaskConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+CHOICES = {
+    "scheduler.policy": ("elastic", "colocate", "async"),
+    "engine.kind": ("tiny", "sglang"),
+    "rollout.durability": ("fdatasync", "write"),
+    "trainer.reading": ("behaviour", "proximal"),
+    "trajectories.rule": ("greedy", "draw"),
+    "tasks.workspace": ("plain",),
+}
+AT_LEAST: dict[str, float] = {
+    "cluster.cells": 1,
+    "cluster.executors": 1,
+    "scheduler.slots_per_cell": 1,
+    "scheduler.steps": 1,
+    "scheduler.steps_per_burst": 1,
+    "scheduler.groups_per_batch": 1,
+    "scheduler.group_size": 1,
+    "scheduler.retry_budget": 0,
+    "rollout.temperature": 0.01,
+    "trajectories.jmax": 0,
+    "trainer.checkpoint_every_steps": 1,
+    "trainer.checkpoints_kept": 1,
+}
+
+
+def load(path: Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Read a TOML file; relative paths in it are relative to it. Raises ConfigError."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration at {path}; `gyre init` writes one") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    for dotted, value in (overrides or {}).items():
+        _put(tree, dotted, value)
+    return from_tree(tree, base=path.parent)
+
+
+def from_tree(tree: dict[str, Any], base: Path | None = None) -> Config:
+    """A checked Config from nested dicts. Raises ConfigError naming the key."""
+    config = _build(Config, tree, "")
+    _check(config)
+    return _absolute(config, base) if base is not None else config
+
+
+def from_json(text: str) -> Config:
+    """The resolved form that `to_json` wrote."""
+    return from_tree(json.loads(text))
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def keys(cls: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key."""
+    out: list[str] = []
+    hints = typing.get_type_hints(cls)
+    for spec in dataclasses.fields(cls):
+        kind = hints[spec.name]
+        dotted = f"{prefix}{spec.name}"
+        out.extend(keys(kind, f"{dotted}.") if dataclasses.is_dataclass(kind) else [dotted])
+    return out
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = value
+
+
+def _build(cls: Any, tree: Any, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{prefix.rstrip('.')} is a section, not a value: write [{prefix.rstrip('.')}]")
+    hints = typing.get_type_hints(cls)
+    for key in tree:
+        if key not in hints:
+            raise ConfigError(_unknown(f"{prefix}{key}"))
+    values = {}
+    for key, value in tree.items():
+        kind = hints[key]
+        dotted = f"{prefix}{key}"
+        values[key] = _build(kind, value, f"{dotted}.") if dataclasses.is_dataclass(kind) else _value(kind, value, dotted)
+    return cls(**values)
+
+
+def _unknown(dotted: str) -> str:
+    near = difflib.get_close_matches(dotted, keys(), n=1, cutoff=0.5) or [
+        k for k in keys() if k.rsplit(".", 1)[-1] == dotted.rsplit(".", 1)[-1]
+    ]
+    hint = f", did you mean {near[0]}?" if near else "; `gyre init` writes every key with a comment"
+    return f"unknown key {dotted}{hint}"
+
+
+def _value(kind: Any, value: Any, dotted: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        raise ConfigError(f"{dotted} must be a list of strings, not {value!r}")
+    if typing.get_origin(kind) is dict:
+        if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+            return dict(value)
+        raise ConfigError(f"{dotted} must be a table of strings, not {value!r}")
+    if isinstance(kind, types.UnionType) or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{dotted} must be {kind.__name__}, not {value!r}")
+    return value
+
+
+def _check(config: Config) -> None:
+    for dotted, allowed in CHOICES.items():
+        value = _get(config, dotted)
+        if value not in allowed:
+            raise ConfigError(f"{dotted} must be one of {', '.join(allowed)}, not {value!r}")
+    for dotted, least in AT_LEAST.items():
+        value = _get(config, dotted)
+        if value < least:
+            raise ConfigError(f"{dotted} must be at least {least:g}, not {value}")
+
+
+def _get(config: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _absolute(config: Config, base: Path) -> Config:
+    def fixed(text: str) -> str:
+        return str((base / text).resolve()) if text else text
+
+    model = dataclasses.replace(config.model, path=fixed(config.model.path), tokenizer=fixed(config.model.tokenizer))
+    tasks = dataclasses.replace(config.tasks, train=fixed(config.tasks.train), heldout=fixed(config.tasks.heldout))
+    return dataclasses.replace(config, model=model, tasks=tasks)

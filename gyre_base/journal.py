@@ -1,0 +1,74 @@
+"""What a daemon's core was told and what it answered, one JSON object per line: the bug report, the replay and the restart.
+
+Bulk is never written, only its length. Append-only; a torn last line (a crash in mid-write) is cut off at the next start and kept
+beside the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gyre_base import wire
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One event: when it arrived (s since the epoch), the event, and the commands that followed."""
+
+    at: float
+    event: dict[str, Any]
+    commands: list[dict[str, Any]]
+
+
+class Journal:
+    """Appends entries; `sync` decides when they must be on disk before the commands go out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        mend_tail(path)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the daemon
+
+    def write(self, at: float, event: Any, commands: list[Any], *, durable: bool = False) -> None:
+        line = orjson.dumps({"at": at, "event": wire.to_json(event), "commands": [wire.to_json(c) for c in commands]})
+        self._file.write(line + b"\n")
+        if durable:
+            os.fdatasync(self._file.fileno())
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def mend_tail(path: Path) -> int:
+    """Cut a torn last line into `<name>.torn`; returns how many bytes were cut."""
+    if not path.exists():
+        return 0
+    data = path.read_bytes()
+    keep = data.rfind(b"\n") + 1
+    if keep == len(data):
+        return 0
+    with open(path.with_suffix(path.suffix + ".torn"), "ab") as torn:
+        torn.write(data[keep:] + b"\n")
+    with open(path, "r+b") as file:
+        file.truncate(keep)
+    return len(data) - keep
+
+
+def read(path: Path) -> Iterator[Entry]:
+    """All whole entries. Raises ValueError naming the line if one in the middle is not JSON."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                body = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not a journal entry ({error})") from None
+            yield Entry(body["at"], body["event"], body["commands"])

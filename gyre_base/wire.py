@@ -1,0 +1,72 @@
+"""Messages to frames and back: [header, body, raw...]. msgpack for structure, raw frames for bulk, never pickle.
+
+header = [tag, correlation]; body = the fields; each `bytes` field is left out of the body and travels as its own frame, in
+field order. Invariant: decode(encode(m)) == m for every message type (a property test holds it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import msgspec
+
+from gyre_base import messages
+
+
+class WireError(ValueError):
+    """A frame that is not a message of ours. The peer is wrong or of another version; nothing was done."""
+
+
+@functools.cache
+def _bulk_fields(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls) if f.type in ("bytes", bytes))
+
+
+def encode(msg: Any, correlation: int = 0) -> list[bytes]:
+    """Frames of one message. `correlation` ties an answer to its question; 0 = none."""
+    cls = type(msg)
+    bulk = _bulk_fields(cls)
+    body = {f.name: getattr(msg, f.name) for f in dataclasses.fields(cls) if f.name not in bulk}
+    head = msgspec.msgpack.encode([cls.TAG, correlation])
+    return [head, msgspec.msgpack.encode(body), *(getattr(msg, name) for name in bulk)]
+
+
+def decode(frames: list[bytes]) -> tuple[Any, int]:
+    """(message, correlation). Raises WireError; never returns a half-valid message."""
+    try:
+        tag, correlation = msgspec.msgpack.decode(frames[0], type=tuple[str, int])
+        cls = messages.BY_TAG[tag]
+        body = msgspec.msgpack.decode(frames[1])
+        bulk = _bulk_fields(cls)
+        if len(frames) != 2 + len(bulk):
+            raise WireError(f"message {tag}: {len(frames) - 2} raw frames, expected {len(bulk)}")
+        body.update(zip(bulk, frames[2:], strict=True))
+        return msgspec.convert(body, type=cls), correlation
+    except KeyError as error:
+        raise WireError(f"unknown message {error}") from None
+    except (msgspec.MsgspecError, IndexError, TypeError, AttributeError) as error:
+        raise WireError(f"not a message: {error}") from None
+
+
+def to_json(msg: Any) -> dict[str, Any]:
+    """{"tag": ..., fields} for journals and `--json`; bulk is replaced by its length."""
+    bulk = _bulk_fields(type(msg))
+    out: dict[str, Any] = {"tag": type(msg).TAG}
+    for field in dataclasses.fields(msg):
+        value = getattr(msg, field.name)
+        out[field.name] = {"bytes": len(value)} if field.name in bulk else msgspec.to_builtins(value)
+    return out
+
+
+def from_json(obj: dict[str, Any]) -> Any:
+    """Inverse of `to_json` for messages without bulk. Raises WireError."""
+    fields = dict(obj)
+    tag = fields.pop("tag", None)
+    if tag not in messages.BY_TAG:
+        raise WireError(f"unknown message {tag!r}")
+    try:
+        return msgspec.convert(fields, type=messages.BY_TAG[tag])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"message {tag}: {error}") from None
