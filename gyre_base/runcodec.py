@@ -1,0 +1,287 @@
+"""Records to lines and back, one at a time.
+
+Owns the bytes. Invariants: a call read back is the call written, float32 logprobs bit for bit (non-finite ones become
+NaN, which never trains); unknown keys survive a round trip. A call line may lean on an earlier one (base, keep):
+`runreader` resolves that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from gyre_base.runrecords import (
+    MAJOR,
+    NO_IDS,
+    SCHEMA,
+    Agent,
+    Attempt,
+    Call,
+    ExecEnd,
+    ExecStart,
+    Ids,
+    Intent,
+    Logprobs,
+    Note,
+    Record,
+    Reward,
+    RunHeader,
+    Sampling,
+    Span,
+    chain_hash,
+)
+
+
+class RunFileError(ValueError):
+    """A file that this version must not read (a higher major version)."""
+
+
+class BadRecord(ValueError):
+    """One record that can't be used; the text is the reason. The rest of the file is still good."""
+
+
+_DUMP = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+KINDS: dict[str, type] = {
+    "run": RunHeader,
+    "exec": ExecStart,
+    "exec_end": ExecEnd,
+    "intent": Intent,
+    "call": Call,
+    "reward": Reward,
+    "note": Note,
+}
+_KIND_OF = {cls: kind for kind, cls in KINDS.items()}
+_FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls) if f.name != "extra") for cls in KINDS.values()}
+_NESTED: dict[str, Any] = {"agent": Agent, "attempt": Attempt, "sampling": Sampling}
+_LINK = ("base", "keep", "h", "policy")  # keys of a call line that are not fields of Call
+_BULK = ("prompt_ids", "completion_ids", "logprobs")
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def _clean(logprobs: Logprobs | None) -> Logprobs | None:
+    """float32, contiguous, every non-finite value the one NaN that JSON null reads back as."""
+    if logprobs is None:
+        return None
+    out = np.ascontiguousarray(logprobs, np.float32)
+    finite = np.isfinite(out)
+    return out if finite.all() else np.where(finite, out, np.float32(np.nan))
+
+
+def encode(record: Record) -> bytes:
+    """One line with its newline. A call comes out in full form; `CallWriter` makes the short one."""
+    if isinstance(record, Call):
+        return CallWriter().call(record)
+    line: dict[str, Any] = {"k": _KIND_OF[type(record)]}
+    for name in _FIELDS[type(record)]:
+        value = getattr(record, name)
+        if value is not None and value != {}:
+            line[name] = value
+    return orjson.dumps({**line, **record.extra}, option=_DUMP)
+
+
+@dataclass(slots=True)
+class _Written:
+    """What the writer must know of a call to write the next one against it."""
+
+    hash: bytes
+    tokens: int
+    deltas: int  # delta lines since the keyframe
+    size: int  # their bytes
+
+
+class CallWriter:
+    """Builds call lines, short ones where the base is known. O(new tokens) per call apart from keyframes.
+
+    A keyframe (full line) every `keyframe_calls` deltas or `keyframe_bytes` of them bounds what one bad line can
+    orphan. A new writer knows no base, so after a restart each history begins with a full line: nothing to recover.
+    """
+
+    def __init__(self, *, keyframe_calls: int = 32, keyframe_bytes: int = 8 << 20) -> None:
+        self._keyframe_calls = keyframe_calls
+        self._keyframe_bytes = keyframe_bytes
+        self._written: dict[str, dict[str, _Written]] = {}
+
+    def call(self, call: Call, base: str | None = None, keep: int = 0) -> bytes:
+        """The line of a finished call whose prompt begins with the first `keep` tokens of base's prompt + completion.
+
+        The caller answers for `base` and `keep` (proxyd knows what it reused); they are not compared here.
+        """
+        if call.logprobs is not None and len(call.logprobs) != len(call.completion_ids):
+            raise ValueError(f"call {call.call}: {len(call.logprobs)} logprobs for {len(call.completion_ids)} tokens")
+        before = self._usable(call.exec, base, keep)
+        if before is not None and keep > min(before.tokens, len(call.prompt_ids)):
+            raise ValueError(f"call {call.call}: keep {keep} is longer than its base or its prompt")
+        keep = keep if before else 0
+        tail = np.ascontiguousarray(call.prompt_ids[keep:], np.int32)
+        completion = np.ascontiguousarray(call.completion_ids, np.int32)
+        logprobs = _clean(call.logprobs)
+        digest = chain_hash(before.hash if before else b"", keep, tail, completion, logprobs)
+        link = {"base": base, "keep": keep, "h": digest.hex()} if before else {"h": digest.hex()}
+        bulk = {"prompt_ids": tail, "completion_ids": completion, "logprobs": logprobs}
+        line = orjson.dumps({**_call_head(call), **link, **bulk}, option=_DUMP)
+        deltas, size = (before.deltas + 1, before.size + len(line)) if before else (0, 0)
+        total = len(call.prompt_ids) + len(completion)
+        self._written.setdefault(call.exec, {})[call.call] = _Written(digest, total, deltas, size)
+        return line
+
+    def forget(self, execution: str) -> None:
+        """The execution is over: drop its state."""
+        self._written.pop(execution, None)
+
+    def _usable(self, execution: str, base: str | None, keep: int) -> _Written | None:
+        """The base to write against, or None for a full line."""
+        before = self._written.get(execution, {}).get(base) if base is not None else None
+        if before is None or keep <= 0:
+            return None
+        due = before.deltas + 1 >= self._keyframe_calls or before.size >= self._keyframe_bytes
+        return None if due else before
+
+
+def _call_head(call: Call) -> dict[str, Any]:
+    """Everything of a call line before the link and the arrays, unknown keys of nested objects included."""
+    line: dict[str, Any] = {"k": "call"}
+    for name in _FIELDS[Call]:
+        value = getattr(call, name)
+        if name == "spans":
+            line["policy"] = [[s.policy, s.start, s.end] for s in value]
+        elif name in _NESTED:
+            known = {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
+            line[name] = {**known, **call.extra.get(name, {})}
+        elif name not in _BULK and value is not None:
+            line[name] = value
+    line.update((k, v) for k, v in call.extra.items() if k not in _NESTED)
+    return line
+
+
+def repair_tail(path: Path) -> bytes:
+    """Make a file safe to append to, before the first append. Returns what was cut off (kept in `<name>.torn` too).
+
+    A last line that is whole but lacks its newline is data and gets one.
+    """
+    with path.open("rb+") as file:
+        size = file.seek(0, 2)
+        start = _last_line(file, size)
+        file.seek(start)
+        line = file.read()
+        if not line:
+            return b""
+        try:
+            orjson.loads(line)
+        except orjson.JSONDecodeError:
+            with path.with_name(path.name + ".torn").open("ab") as side:
+                side.write(line)
+            file.truncate(start)
+            return line
+        file.write(b"\n")
+        return b""
+
+
+def _last_line(file: Any, size: int) -> int:
+    """Offset just after the last newline, searched backwards."""
+    end = size
+    while end > 0:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            return int(start + at + 1)
+        end = start
+    return 0
+
+
+# ---- parsing one object -------------------------------------------------------------------------------------------
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line. Raises BadRecord."""
+    try:
+        obj = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BadRecord(f"not JSON: {error}") from None
+    if not isinstance(obj, dict):
+        raise BadRecord(f"not an object but {type(obj).__name__}")
+    if not isinstance(obj.get("k"), str):
+        raise BadRecord("no kind: the key k is missing")
+    return obj
+
+
+def decode(obj: dict[str, Any]) -> Record:
+    """Any known kind but `call`, which needs its base (`runreader`). Raises BadRecord, RunFileError."""
+    cls = KINDS[obj["k"]]
+    if cls is RunHeader:
+        _check_version(obj.get("schema"))
+    known = {name: obj[name] for name in _FIELDS[cls] if obj.get(name) is not None}
+    extra = {k: v for k, v in obj.items() if k != "k" and k not in _FIELDS[cls]}
+    if not all(isinstance(known.get(name, ""), str) for name in ("exec", "call", "status", "group", "task")):
+        raise BadRecord("an id or status is not a string")
+    try:
+        record: Record = cls(**known, extra=extra)
+    except TypeError as error:
+        raise BadRecord(str(error).replace("__init__() ", "")) from None
+    return record
+
+
+def call_fields(obj: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `Call` from a call line, arrays and link aside. Raises BadRecord."""
+    if not (isinstance(obj.get("exec"), str) and isinstance(obj.get("call"), str)):
+        raise BadRecord("a call needs the strings exec and call")
+    plain = [n for n in _FIELDS[Call] if n not in _NESTED and n not in _BULK and n != "spans"]
+    out: dict[str, Any] = {name: obj[name] for name in plain if obj.get(name) is not None}
+    if not all(isinstance(out.get(name, 0), (int, float)) for name in ("seq", "t0", "t1")):
+        raise BadRecord("seq, t0 or t1 is not a number")
+    extra = {k: v for k, v in obj.items() if k != "k" and k not in _FIELDS[Call] and k not in _LINK}
+    try:
+        for name, cls in _NESTED.items():
+            given = obj.get(name) or {}
+            names = {f.name for f in dataclasses.fields(cls)}
+            out[name] = cls(**{k: v for k, v in given.items() if k in names and v is not None})
+            if unknown := {k: v for k, v in given.items() if k not in names}:
+                extra[name] = unknown
+        out["spans"] = tuple(Span(str(p), int(a), int(b)) for p, a, b in obj.get("policy") or ())
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BadRecord(f"bad agent, attempt, sampling or policy: {error}") from None
+    return {**out, "extra": extra}
+
+
+def ids_array(values: Any, key: str) -> Ids:
+    """int32[n] from a JSON list. Raises BadRecord on anything that is not a list of ids (no silent rounding)."""
+    if not isinstance(values, list):
+        raise BadRecord(f"{key} is not a list")
+    if not values:
+        return NO_IDS
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError) as error:
+        raise BadRecord(f"{key}: {error}") from None
+    if array.dtype.kind != "i" or array.ndim != 1 or array.min() < 0 or array.max() > 0x7FFFFFFF:
+        raise BadRecord(f"{key} holds something that is not a token id")
+    return array.astype(np.int32)
+
+
+def logprobs_array(values: Any) -> Logprobs | None:
+    """float32[n]; JSON null inside the list is NaN; null instead of the list is None. Raises BadRecord."""
+    if values is None:
+        return None
+    try:
+        array = np.array(values, dtype=np.float64).astype(np.float32)
+    except (TypeError, ValueError) as error:
+        raise BadRecord(f"logprobs: {error}") from None
+    if not isinstance(values, list) or array.ndim != 1:
+        raise BadRecord("logprobs is not a list of numbers")
+    return array
+
+
+def _check_version(schema: Any) -> None:
+    name, _, version = str(schema or SCHEMA).partition("/")
+    major = version.partition(".")[0]
+    if name != "gyre.run" or not major.isdigit():
+        raise BadRecord(f"not a gyre.run schema: {schema!r}")
+    if int(major) > MAJOR:
+        raise RunFileError(f"written as {schema}, this version reads gyre.run/{MAJOR}: update gyre")

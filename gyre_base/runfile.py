@@ -1,0 +1,66 @@
+"""The run file `gyre.run/1`: one JSON object per line, arrays last. proxyd writes it; trajd and trajtools read it.
+
+The public names of three modules: `runrecords` (what is recorded), `runcodec` (its bytes), `runreader` (the file,
+damaged or growing). Decides nothing about training. Format: docs, "Run file".
+"""
+
+from gyre_base.runcodec import BadRecord, CallWriter, RunFileError, decode, encode, repair_tail
+from gyre_base.runreader import Bad, Located, ReadReport, RunReader, read_run
+from gyre_base.runrecords import (
+    LABELS,
+    LOGPROB_MAX,
+    NO_IDS,
+    SCHEMA,
+    Agent,
+    Attempt,
+    Call,
+    ExecEnd,
+    ExecStart,
+    Ids,
+    Intent,
+    Logprobs,
+    Note,
+    Record,
+    Reward,
+    RunHeader,
+    Sampling,
+    Span,
+    common_prefix,
+    context_digest,
+    trainable_mask,
+)
+
+__all__ = [
+    "LABELS",
+    "LOGPROB_MAX",
+    "NO_IDS",
+    "SCHEMA",
+    "Agent",
+    "Attempt",
+    "Bad",
+    "BadRecord",
+    "Call",
+    "CallWriter",
+    "ExecEnd",
+    "ExecStart",
+    "Ids",
+    "Intent",
+    "Located",
+    "Logprobs",
+    "Note",
+    "ReadReport",
+    "Record",
+    "Reward",
+    "RunFileError",
+    "RunHeader",
+    "RunReader",
+    "Sampling",
+    "Span",
+    "common_prefix",
+    "context_digest",
+    "decode",
+    "encode",
+    "read_run",
+    "repair_tail",
+    "trainable_mask",
+]
