@@ -42,7 +42,7 @@ class Bad:
 
 @dataclass
 class ReadReport:
-    """What a reader met besides good records. `torn`: (offset, bytes) of an unfinished last line, normal after a crash."""
+    """What a reader met besides good records. `torn`: (offset, bytes) of an unfinished last line (a crash)."""
 
     records: Counter[str] = field(default_factory=Counter)
     unknown_kinds: Counter[str] = field(default_factory=Counter)
@@ -130,9 +130,7 @@ class RunReader:
         execution, call_id = fields["exec"], fields["call"]
         line = _Line.of(obj)
         if line.logprobs is not None and len(line.logprobs) != len(line.completion):
-            reason = (
-                f"call {call_id}: {len(line.logprobs)} logprobs, {len(line.completion)} tokens: kept as context only"
-            )
+            reason = f"call {call_id}: {len(line.logprobs)} logprobs, {len(line.completion)} tokens: context only"
             self.report.defects.append(Bad(start, end, reason, kept=True))
         history = self._histories.setdefault(execution, _History())
         prompt, digest = history.resolve(line)

@@ -185,7 +185,7 @@ def context_digest(prompt_ids: Ids) -> str:
 
 
 def chain_hash(parent: bytes, keep: int, tail: Ids, completion: Ids, logprobs: Logprobs | None) -> bytes:
-    """16 bytes over what a call line says and its base's hash (b"" for a full line): finds flipped digits, wrong bases."""
+    """16 bytes over what a call line says and its base's hash (b"" for a full line): finds flipped digits."""
     state = xxhash.xxh3_128(parent)
     state.update(struct.pack("<qqqq", keep, len(tail), len(completion), -1 if logprobs is None else len(logprobs)))
     state.update(np.ascontiguousarray(tail, "<i4").data)

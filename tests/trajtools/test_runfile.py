@@ -10,6 +10,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trajbuild import make_call
 
 from gyre_base.runfile import (
     Agent,
@@ -30,19 +31,6 @@ from gyre_base.runfile import (
     read_run,
     repair_tail,
 )
-
-
-def make_call(name="c0", prompt=(1, 2, 3), completion=(4, 5), logprobs="auto", execution="e", **kw):
-    if logprobs == "auto":
-        logprobs = -0.5 * np.arange(1, len(completion) + 1)
-    return Call(
-        exec=execution,
-        call=name,
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(completion, np.int32),
-        logprobs=None if logprobs is None else np.array(logprobs, np.float32),
-        **kw,
-    )
 
 
 def bits(logprobs):
@@ -106,7 +94,8 @@ def test_all_fields_of_a_call_survive():
     call = make_call(
         seq=3, t0=1.25, t1=2.5, agent=Agent(id="a1", role="sub-agent", parent="c0"), purpose="summary",
         label="sub-agent-summary", parent="c0", attempt=Attempt(of="c0", n=1), delivered=False, finish="stop",
-        spans=(Span("0.1", 0, 1), Span("0.2", 1, 2)), sampling=Sampling(temperature=0.7, top_p=0.9, top_k=20), context="ab",
+        spans=(Span("0.1", 0, 1), Span("0.2", 1, 2)), sampling=Sampling(temperature=0.7, top_p=0.9, top_k=20),
+        context="ab",
     )  # fmt: skip
     [back], _ = read_calls(encode(call))
     assert content(back) == content(call)
@@ -281,7 +270,7 @@ def test_unknown_kinds_are_skipped_with_a_count_and_minor_versions_are_read():
 
 
 def test_a_higher_major_version_is_refused():
-    with pytest.raises(RunFileError, match="gyre.run/2"):
+    with pytest.raises(RunFileError, match=r"gyre\.run/2"):
         read_calls(b'{"k":"run","schema":"gyre.run/2"}\n')
 
 
