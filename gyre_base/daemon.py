@@ -14,6 +14,7 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +45,21 @@ class WakeAt:
     """core -> shell: hand me a Tick at this time (s since the epoch)."""
 
     at: float
+
+
+@dataclass(frozen=True)
+class Send:
+    """core -> shell: give `message` to the peer `to`, written `kind:name` (`kind:*` = every peer of that kind)."""
+
+    to: str
+    message: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """core -> shell: give `message` to whoever asked what is being handled."""
+
+    message: Any
 
 
 class Core(Protocol):
@@ -92,9 +108,14 @@ class Shell(ABC):
                 await self.step(get.result())
         finally:
             stop.cancel()
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.cancel_tasks()
+
+    async def cancel_tasks(self) -> None:
+        """End the background work and wait until it has ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def step(self, event: Any) -> None:
         """One event through the core: decide, journal, perform."""

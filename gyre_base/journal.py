@@ -36,7 +36,7 @@ class Journal:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the daemon
 
     def write(self, at: float, event: Any, commands: list[Any], *, durable: bool = False) -> None:
-        line = orjson.dumps({"at": at, "event": wire.to_json(event), "commands": [wire.to_json(c) for c in commands]})
+        line = orjson.dumps({"at": at, "event": wire.to_json(event), "commands": [command_json(c) for c in commands]})
         self._file.write(line + b"\n")
         if durable:
             os.fdatasync(self._file.fileno())
@@ -44,6 +44,13 @@ class Journal:
     def close(self) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def command_json(command: Any) -> dict[str, Any]:
+    """A command as journals and replays compare it: an addressed message carries `to`, an answer `to: asker`."""
+    if hasattr(command, "TAG"):
+        return wire.to_json(command)
+    return {"to": getattr(command, "to", "asker"), **wire.to_json(command.message)}
 
 
 def mend_tail(path: Path) -> int:

@@ -1,0 +1,206 @@
+"""The shell around the scheduler: sockets in, journal, messages out. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cellctl import view
+from cellctl.core import Restart, Scheduler, Start
+from gyre_base import config as configuration
+from gyre_base import journal as journals
+from gyre_base import messages as m
+from gyre_base import wire
+from gyre_base.bus import Received, Server
+from gyre_base.daemon import HEARTBEAT_S, Answer, PeerLost, Send, Shell, log_to, stop_on_signals
+from gyre_base.keys import load_keys
+from gyre_base.rundir import RunDir
+
+log = logging.getLogger(__name__)
+DURABLE = (m.ExecutionFinished, m.StepDone, m.GroupPacked, Start)
+VIEWS = ("status", "explain", "results", "timeline")
+
+
+class CellctlShell(Shell):
+    """Peers are known as `kind:name`; the newest life of a name wins."""
+
+    core: Scheduler
+
+    def __init__(self, core: Scheduler, journal: journals.Journal, server: Server, run: RunDir, life: int) -> None:
+        super().__init__(core, journal)
+        self._server, self._run, self._life = server, run, life
+        self._routes: dict[str, bytes] = {}
+        self._seen: dict[str, float] = {}
+        self._asker: tuple[bytes, int] | None = None
+        self._tasks_by_id: dict[str, dict[str, Any]] = {}
+        self._timeline = open(run.path("metrics", "timeline.jsonl"), "ab", buffering=0)  # noqa: SIM115
+        self._last_sample: dict[str, Any] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    def know_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
+        """Task payloads by id: the core and the journal only carry ids."""
+        self._tasks_by_id = tasks
+
+    def expect(self, peers: list[str]) -> None:
+        """After a restart: these peers are lost unless they say hello in time."""
+        now = self.clock.now()
+        self._seen.update(dict.fromkeys(peers, now))
+
+    async def listen(self) -> None:
+        """Everything that comes in, in order. Questions are answered here from the state, orders go through the core."""
+        async for received in self._server:
+            await self._take(received)
+
+    async def _take(self, received: Received) -> None:
+        message = received.message
+        match message:
+            case m.Hello(kind=kind, name=name):
+                self._routes[f"{kind}:{name}"] = received.peer
+                self._seen[f"{kind}:{name}"] = self.clock.now()
+                await self._server.send(received.peer, m.Welcome(life=self._life), received.correlation)
+                await self.step(message)
+            case m.Heartbeat(kind=kind, name=name):
+                await self._beat(received, f"{kind}:{name}")
+            case m.StatusRequest():
+                reply = m.StatusReply(rows=tuple(self._rows(message)))
+                await self._server.send(received.peer, reply, received.correlation)
+            case _:
+                self._asker = (received.peer, received.correlation)
+                await self.step(message)
+                self._asker = None
+
+    async def _beat(self, received: Received, peer: str) -> None:
+        """A heartbeat from a peer we do not know (we restarted, or gave it up) is asked to say hello again."""
+        if peer not in self._routes:
+            await self._server.send(received.peer, m.Welcome(life=self._life))
+            return
+        self._seen[peer] = self.clock.now()
+
+    def _rows(self, request: m.StatusRequest) -> list[dict[str, Any]]:
+        now = self.clock.now()
+        match request.what:
+            case "explain":
+                return view.explain(self.core, request.argument, now)
+            case "results":
+                return view.results(self.core)
+            case "timeline":
+                return [view.timeline_row(self.core, now)]
+            case "status":
+                return view.status(self.core, now)
+        return [{"error": f"no view is called {request.what!r}: {', '.join(VIEWS)}"}]
+
+    async def watch_peers(self, timeout_s: float) -> None:
+        """Silence is a loss; Slurm would notice minutes later."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now = self.clock.now()
+            for peer, seen in list(self._seen.items()):
+                if now - seen > timeout_s:
+                    del self._seen[peer]
+                    self._routes.pop(peer, None)
+                    kind, _, name = peer.partition(":")
+                    await self.step(PeerLost(kind=kind, name=name, why=f"silent for {now - seen:.0f} s"))
+
+    async def drain_timers(self) -> None:
+        """Ticks that the core asked for."""
+        while True:
+            await self.step(await self.inbox.get())
+
+    async def step(self, event: Any) -> None:
+        async with self._one_at_a_time:  # effects of one event go out before the next is decided
+            await super().step(event)
+        if isinstance(event, m.Goodbye):
+            self._routes.pop(f"{event.kind}:{event.name}", None)
+            self._seen.pop(f"{event.kind}:{event.name}", None)
+        self._sample()
+
+    def _sample(self) -> None:
+        row = view.timeline_row(self.core, self.clock.now())
+        if {**row, "at": 0} != {**self._last_sample, "at": 0}:
+            self._timeline.write(orjson.dumps(row) + b"\n")
+            self._last_sample = row
+
+    def is_durable(self, event: Any) -> bool:
+        return isinstance(event, DURABLE)
+
+    async def perform(self, command: Any) -> None:
+        match command:
+            case Answer(message=message):
+                if self._asker is not None:
+                    await self._server.send(self._asker[0], message, self._asker[1])
+            case Send(to=to, message=message):
+                for route in self._routes_to(to):
+                    await self._server.send(route, self._whole(message))
+
+    def _routes_to(self, to: str) -> list[bytes]:
+        kind, _, name = to.partition(":")
+        if name == "*":
+            return [route for peer, route in self._routes.items() if peer.startswith(f"{kind}:")]
+        route = self._routes.get(to)
+        return [route] if route is not None else []
+
+    def _whole(self, message: Any) -> Any:
+        if not isinstance(message, m.ExecutionOrder):
+            return message
+        task = self._tasks_by_id[message.task["id"]]
+        return m.ExecutionOrder(**{**message.__dict__, "task": task})
+
+
+def load_tasks(path: str) -> dict[str, dict[str, Any]]:
+    """Tasks of a JSONL by id, in file order. gyre_exec checks their content; here they are only carried."""
+    if not path:
+        return {}
+    rows = [orjson.loads(line) for line in Path(path).read_bytes().splitlines() if line.strip()]
+    return {row["id"]: row for row in rows}
+
+
+def restore(path: Path) -> Scheduler:
+    """A scheduler as its journal left it. An empty or missing journal gives a new one."""
+    core = Scheduler()
+    if path.exists():
+        for entry in journals.read(path):
+            core.handle(wire.from_json(entry.event), entry.at)
+    return core
+
+
+async def run_cellctl(run_dir: str) -> None:
+    """Serve one run until TERM. A second start continues from the journal."""
+    run = RunDir.open(run_dir)
+    log_to(run.path("log", "cellctl.log"), name="cellctl")
+    with run.lock("cellctl"):
+        await _serve(run)
+
+
+async def _serve(run: RunDir) -> None:
+    keys = load_keys(run)
+    config = configuration.from_json(run.path("run.json").read_text())
+    life = run.next_life("cellctl")
+    path = run.path("journal", "cellctl.jsonl")
+    journals.mend_tail(path)
+    core = restore(path)
+    server = Server(run, keys, kind="cellctl", name="cellctl", life=life, bind=config.cluster.bind)
+    shell = CellctlShell(core, journals.Journal(path), server, run, life)
+    train, heldout = load_tasks(config.tasks.train), load_tasks(config.tasks.heldout)
+    shell.know_tasks({**train, **heldout})
+    stop_on_signals(shell.stopping)
+    server.start()
+    if core.phase == "new":
+        tree = orjson.loads(configuration.to_json(config))
+        await shell.step(Start(config=tree, train=tuple(train), heldout=tuple(heldout)))
+    else:
+        shell.expect([f"executor:{name}" for name in core.executors])
+        await shell.step(Restart(life=life))
+    log.info("cellctl life %d listens on %s, phase %s", life, server.address, core.phase)
+    for work in (shell.listen(), shell.watch_peers(config.cluster.peer_timeout_s), shell.drain_timers()):
+        shell.spawn(work)
+    try:
+        await shell.stopping.wait()
+    finally:
+        await shell.cancel_tasks()
+        assert shell.journal is not None
+        shell.journal.close()
+        server.close()

@@ -1,0 +1,146 @@
+"""Executions and groups: who is dispatched, who is finished, who is tried again. Every task is done, in flight or pending, exactly one.
+
+Pure bookkeeping; the scheduler in core.py decides when to dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gyre_base.vocabulary import Outcome, Purpose
+
+
+@dataclass
+class Execution:
+    """One attempt at one place of a group. `executor` is empty while it waits for one."""
+
+    id: str
+    group: str
+    place: int
+    attempt: int
+    purpose: Purpose
+    executor: str = ""
+    dispatched_at: float = 0.0
+    outcome: Outcome | None = None
+    score: float | None = None
+    wall_s: float = 0.0
+
+
+@dataclass
+class Group:
+    """The executions of one task. `members[place]` is the newest attempt; a group closes when all have an outcome."""
+
+    id: str
+    task: str
+    serial: int
+    purpose: Purpose
+    version: str
+    members: list[str] = field(default_factory=list)
+    closed: bool = False
+    packed: bool = False
+    enough: bool = True
+
+
+@dataclass
+class TaskQueue:
+    """Tasks in an order fixed by the seed; a new pass reshuffles. `next` names one task per group."""
+
+    tasks: tuple[str, ...]
+    seed: int
+    given: int = 0
+    _order: list[str] = field(default_factory=list)
+
+    def next(self) -> str:
+        if not self._order:
+            self._order = _shuffled(self.tasks, self.seed + self.given)
+        self.given += 1
+        return self._order.pop()
+
+
+def _shuffled(items: tuple[str, ...], seed: int) -> list[str]:
+    """Fisher-Yates over a linear congruential sequence: the same everywhere, no hidden random state."""
+    out, state = list(items), seed * 2 + 1
+    for i in range(len(out) - 1, 0, -1):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        j = (state >> 33) % (i + 1)
+        out[i], out[j] = out[j], out[i]
+    return out
+
+
+class Ledger:
+    """All groups and executions of the run. Finished groups keep only what reports need."""
+
+    def __init__(self, retry_budget: int) -> None:
+        self.executions: dict[str, Execution] = {}
+        self.groups: dict[str, Group] = {}
+        self.in_flight: dict[str, Execution] = {}
+        self.outcomes: dict[str, dict[str, int]] = {}
+        self.retries = 0
+        self._retry_budget = retry_budget
+        self._serial = 0
+
+    def open_group(self, task: str, size: int, purpose: Purpose, version: str, now: float) -> list[Execution]:
+        """A new group and its first attempts, not yet assigned to executors."""
+        serial, self._serial = self._serial, self._serial + 1
+        prefix = {Purpose.TRAIN: "g", Purpose.EVAL_SAMPLED: "s", Purpose.EVAL_GREEDY: "d"}[purpose]
+        group = Group(id=f"{prefix}{serial:05d}", task=task, serial=serial, purpose=purpose, version=version)
+        self.groups[group.id] = group
+        return [self._attempt(group, place, 0, now) for place in range(size)]
+
+    def _attempt(self, group: Group, place: int, attempt: int, now: float) -> Execution:
+        made = Execution(
+            id=f"{group.id}-{place:02d}.{attempt}",
+            group=group.id,
+            place=place,
+            attempt=attempt,
+            purpose=group.purpose,
+            dispatched_at=now,
+        )
+        self.executions[made.id] = self.in_flight[made.id] = made
+        if place == len(group.members):
+            group.members.append(made.id)
+        else:
+            group.members[place] = made.id
+        return made
+
+    def finish(self, execution: str, outcome: Outcome, score: float | None, wall_s: float, now: float) -> Execution | None:
+        """Note an outcome. Returns the next attempt if this one failed for reasons of ours and the budget allows one."""
+        done = self.in_flight.pop(execution)
+        done.outcome, done.score, done.wall_s = outcome, score, wall_s
+        by_outcome = self.outcomes.setdefault(done.purpose.value, {})
+        if outcome in (Outcome.INFRA_FAILED, Outcome.CANCELLED) and done.attempt < self._retry_budget:
+            self.retries += 1
+            return self._attempt(self.groups[done.group], done.place, done.attempt + 1, now)
+        by_outcome[outcome.value] = by_outcome.get(outcome.value, 0) + 1
+        return None
+
+    def closes(self, group: str) -> bool:
+        """Whether every place of the group now has its final outcome."""
+        record = self.groups[group]
+        return not record.closed and all(m not in self.in_flight for m in record.members)
+
+    def close(self, group: str) -> list[Execution]:
+        """Final members in order of place; forgets superseded attempts."""
+        record = self.groups[group]
+        record.closed = True
+        final = [self.executions[m] for m in record.members]
+        for name in [n for n, e in self.executions.items() if e.group == group]:
+            del self.executions[name]
+        return final
+
+    def level(self, purpose: Purpose | None = None) -> int:
+        """Executions dispatched and not finished (the water level)."""
+        if purpose is None:
+            return len(self.in_flight)
+        return sum(1 for e in self.in_flight.values() if e.purpose is purpose)
+
+    def held_by(self, executor: str) -> Iterator[Execution]:
+        return iter([e for e in self.in_flight.values() if e.executor == executor])
+
+    def open_groups(self, purpose: Purpose) -> int:
+        return sum(1 for g in self.groups.values() if g.purpose is purpose and not g.closed)
+
+    def unpacked(self) -> list[Group]:
+        """Closed training groups that trajd has not answered for."""
+        return [g for g in self.groups.values() if g.purpose is Purpose.TRAIN and g.closed and not g.packed]

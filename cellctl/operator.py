@@ -1,0 +1,44 @@
+"""What a person may order. Each order is carried out or refused with the reason (exit code 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cellctl.policies import Decision
+from gyre_base import messages as m
+from gyre_base.vocabulary import Role
+
+if TYPE_CHECKING:
+    from cellctl.core import Scheduler
+
+
+def obey(scheduler: Scheduler, order: m.OperatorOrder, now: float) -> m.Done | m.Refused:
+    """Carry out or refuse. Unknown verbs are refused by name."""
+    match order.verb:
+        case "freeze":
+            scheduler.frozen = True
+            return m.Done(note="no dispatch and no turn until `cellctl thaw`")
+        case "thaw":
+            scheduler.frozen = False
+            return m.Done(note="dispatching and turning again")
+        case "flip":
+            return _flip(scheduler, order.argument, order.options.get("to", ""), now)
+    return m.Refused(why=f"no order is called {order.verb!r}: freeze, thaw, flip")
+
+
+def _flip(scheduler: Scheduler, name: str, to: str, now: float) -> m.Done | m.Refused:
+    cell = scheduler.cells.get(name)
+    if cell is None:
+        return m.Refused(why=f"no cell is called {name!r}: {', '.join(scheduler.cells)}")
+    if to not in (Role.TRAIN.value, Role.ROLLOUT.value):
+        return m.Refused(why="say --to train or --to rollout")
+    wanted = Role(to)
+    origin = Role.ROLLOUT if wanted is Role.TRAIN else Role.TRAIN
+    if cell.role is not origin:
+        return m.Refused(why=f"{name} is {cell.role.value}; only a cell in {origin.value} can turn to {to}")
+    if wanted is Role.TRAIN:
+        rest = sum(c.slots for c in scheduler.cells.values() if c.serves and c is not cell)
+        if rest < scheduler.ledger.level():
+            return m.Refused(why=f"the water level is {scheduler.ledger.level()}, the other cells have {rest} slots")
+    scheduler._turn(Decision(cell=name, to=wanted, why="by order of the operator"), now)
+    return m.Done(note=f"{name} turns to {to}")

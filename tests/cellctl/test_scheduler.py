@@ -1,0 +1,117 @@
+"""The scheduler as a whole in virtual time: claims of DESIGN 5 on hundreds of seeded runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellctl.core import Scheduler, Unexpected
+from cellctl.roles import Cell, IllegalTransition
+from gyre_base import messages as m
+from gyre_base.vocabulary import Role
+from tests.cellctl.world import World
+
+POLICIES = ("elastic", "colocate", "async")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(seed=st.integers(0, 10**6), cells=st.integers(1, 5), m_steps=st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+def test_a_run_ends_with_all_steps_done_and_every_group_trained_once(policy, seed, cells, m_steps):
+    world = World(seed, policy=policy, cells=cells, steps_per_burst=m_steps).run()
+    counts = Counter(g for batch in world.trained for g in batch)
+    assert world.core.version.step == 6
+    assert set(counts.values()) == {1}
+    assert not world.running
+    assert all(c.version == "0.6" for c in world.core.cells.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(seed=st.integers(0, 10**6), cells=st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_faults_anywhere_never_lose_a_step_or_a_group(policy, seed, cells):
+    world = World(seed, policy=policy, cells=cells, faults=True, steps_per_burst=2, slots_per_cell=12).run()
+    counts = Counter(g for batch in world.trained for g in batch)
+    assert world.core.version.step == 6
+    assert set(counts.values()) == {1}
+
+
+@given(seed=st.integers(0, 10**6), cells=st.integers(2, 6))
+@settings(max_examples=30, deadline=None)
+def test_within_a_burst_the_water_level_only_falls(seed, cells):
+    world = World(seed, policy="elastic", cells=cells, steps_per_burst=3, heldout=0)
+    levels: list[tuple[int, int]] = []
+    feed = world.feed
+
+    def watched(event):
+        feed(event)
+        levels.append((world.core.burst_end, world.core.ledger.level()))
+
+    world.feed = watched
+    world.run()
+    for (end_a, level_a), (end_b, level_b) in zip(levels, levels[1:], strict=False):
+        made_up = not all(g.enough for g in world.core.ledger.groups.values())
+        assert end_a != end_b or level_b <= level_a or made_up
+
+
+def test_the_core_turns_first_and_the_cells_in_order():
+    world = World(3, policy="elastic", cells=4, steps_per_burst=4, heldout=0)
+    turned = []
+    feed = world.feed
+
+    def watched(event):
+        before = {c.name: c.role for c in world.core.cells.values()}
+        feed(event)
+        turned.extend(
+            c.name for c in world.core.cells.values() if c.role is Role.TO_TRAIN and before[c.name] is not Role.TO_TRAIN
+        )
+
+    world.feed = watched
+    world.run()
+    assert turned[:4] == ["c0", "c1", "c2", "c3"]
+
+
+def test_one_cell_falls_back_to_whole_pool_switching_and_says_so():
+    world = World(1, policy="elastic", cells=1).run()
+    assert world.core.policy.name == "colocate"
+    assert "one cell" in world.core.policy_note
+
+
+def test_staleness_of_an_execution_is_bounded_by_the_burst():
+    world = World(5, policy="elastic", steps_per_burst=3).run()
+    trained_at = {g: step for step, batch in enumerate(world.trained) for g in batch}
+    for name, step in trained_at.items():
+        dispatched = int(world.core.ledger.groups[name].version.split(".")[1])
+        assert 0 <= step - dispatched < 3
+
+
+def test_an_order_that_would_drop_below_the_water_level_is_refused_with_the_numbers():
+    world = World(2, policy="elastic", cells=2, heldout=0, slots_per_cell=4)
+    while not world.core.ledger.in_flight:
+        _advance(world)
+    answer = [c for c in world.core.handle(m.OperatorOrder(verb="flip", argument="c0", options={"to": "train"}), world.now)]
+    refused = [c.message for c in answer if hasattr(c, "message") and isinstance(c.message, m.Refused)]
+    assert refused
+    assert "water level" in refused[0].why
+
+
+def _advance(world: World) -> None:
+    import heapq
+
+    world.now, _, event = heapq.heappop(world.queue)
+    event() if callable(event) else world.feed(event)
+
+
+def test_an_illegal_transition_carries_the_story():
+    cell = Cell(name="c1", order=1, slots=4)
+    cell.become(Role.ROLLOUT, 1.0, "serves 0.0")
+    with pytest.raises(IllegalTransition, match="serves 0.0"):
+        cell.become(Role.TRAIN, 2.0, "jumps")
+
+
+def test_an_event_nobody_expects_is_an_error():
+    with pytest.raises(Unexpected):
+        Scheduler().handle(m.Welcome(life=1), 0.0)
