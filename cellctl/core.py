@@ -442,9 +442,10 @@ class Scheduler:
             self._enter("eval-before", now)
         elif self.phase == "eval-before" and self.ledger.level() == 0:
             self._enter("training", now)
-        elif self.phase == "training" and self.version.step >= self.config.scheduler.steps and self._all_serve_newest():
-            self._enter("eval-after", now)
-        elif self.phase == "eval-after" and self.ledger.level() == 0 and self._saved(now):
+        elif self.phase == "training" and self.version.step >= self.config.scheduler.steps:
+            if self._saved(now) and self._all_serve_newest():
+                self._enter("eval-after", now)
+        elif self.phase == "eval-after" and self.ledger.level() == 0:
             self._enter("done", now)
 
     def _enter(self, phase: str, now: float) -> None:
@@ -461,13 +462,12 @@ class Scheduler:
         return daemons and bool(self.executors) and all(c.role is Role.ROLLOUT for c in self.cells.values())
 
     def _all_serve_newest(self) -> bool:
-        return all(
-            c.role is Role.DOWN or (c.role is Role.ROLLOUT and c.version == str(self.version))
-            for c in self.cells.values()
-        )
+        newest = str(self.version)
+        up = [c for c in self.cells.values() if c.role is not Role.DOWN]
+        return bool(up) and all(c.role is Role.ROLLOUT and c.version == newest for c in up)
 
     def _saved(self, now: float) -> bool:
-        """Whether the last weights are on disk; asks for it once if not."""
+        """Whether the last weights are on disk, so that no fault can take them back; asks for it once if not."""
         if self.saved == str(self.version):
             return True
         core = next(iter(self.cells))

@@ -134,7 +134,8 @@ class Async:
         ]
         if view.step >= view.steps_total and core.role is Role.TRAIN:
             return [*back, Decision(cell=core.name, to=Role.ROLLOUT, why="the last step is done")]
-        if view.step < view.steps_total and core.role is Role.ROLLOUT and view.groups_open:
+        work = view.groups_open or view.groups_ready
+        if view.step < view.steps_total and core.role is Role.ROLLOUT and work:
             return [*back, Decision(cell=core.name, to=Role.TRAIN, why="trains for ever in the async policy")]
         return back
 

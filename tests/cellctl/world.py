@@ -27,6 +27,7 @@ class World:
         self.number = itertools.count()
         self.now = 0.0
         self.faults = faults
+        self.odds = self.random.choice([(8, 1, 1), (3, 1, 6)])  # now and then an evaluator that fails most of the time
         self.events: list[tuple[float, Any]] = []
         self.running: dict[str, float] = {}
         self.roles: dict[str, Role] = {}
@@ -37,6 +38,7 @@ class World:
         self.packed: dict[str, m.GroupPacked] = {}
         self.version = PolicyVersion(0, 0)
         self.stepping = False
+        self.saved = PolicyVersion(-1, 0)
         self.finished: dict[str, int] = {}
         cells = scheduler.pop("cells", 3)
         heldout = scheduler.pop("heldout", 4)
@@ -78,7 +80,7 @@ class World:
             self.obey(command)
         self.core.check()
         self.check(before)
-        if self.faults and self.random.random() < 0.004:
+        if self.faults and self.random.random() < 0.02:
             self.random.choice([self.kill_executor, self.kill_satellite, self.kill_core, self.repeat])()
 
     # ---- what the others do -----------------------------------------------------------------------------------------
@@ -100,14 +102,14 @@ class World:
             case Send(message=m.GroupClosed() as closed):
                 self.pack(closed)
             case Send(message=m.SaveCheckpoint()):
-                self.put(self.delay(), m.CheckpointSaved(version=str(self.version), path=""))
+                self.put(self.delay(), self.save)
 
     def execute(self, order: m.ExecutionOrder) -> None:
         def end() -> None:
             if order.execution not in self.running:
                 return
             del self.running[order.execution]
-            outcome = self.random.choices([Outcome.SCORED, Outcome.PARTIAL, Outcome.EVALUATOR_FAILED], [8, 1, 1])[0]
+            outcome = self.random.choices([Outcome.SCORED, Outcome.PARTIAL, Outcome.EVALUATOR_FAILED], self.odds)[0]
             score = self.random.random() if outcome.counts else None
             self.feed(m.ExecutionFinished(execution=order.execution, outcome=outcome, score=score))
 
@@ -191,12 +193,18 @@ class World:
         if len(self.roles) > 1:
             self.kill_cell(self.random.choice([c for c in self.roles if c != "c0"]))
 
+    def save(self) -> None:
+        if self.roles["c0"] is not Role.STARTING:
+            self.saved = self.version
+            self.feed(m.CheckpointSaved(version=str(self.version), path=""))
+
     def kill_core(self) -> None:
-        if self.version.step and self.core.phase == "training":
+        if self.version.step and self.saved != self.version:
             self.version = PolicyVersion(self.version.lineage + 1, self.version.step - 1)
             self.ready = [*self.trained.pop(), *self.ready]
         else:
             self.version = PolicyVersion(self.version.lineage + 1, self.version.step)
+        self.saved = self.version  # what it starts again from
         self.kill_cell("c0")
 
     def kill_cell(self, name: str) -> None:
