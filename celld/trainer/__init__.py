@@ -1,0 +1,1 @@
+"""Trainer ranks: megatron-core GPTModel, tree attention, the loss, checkpoints, the loop that claims micro-steps."""

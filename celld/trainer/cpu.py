@@ -1,0 +1,69 @@
+"""What differs between a GPU and a CPU-only machine, in one module; with CUDA present every shim here is off.
+
+Owns the choice of device, backend and megatron flags, and the two places where megatron-core asks for CUDA by name: the
+random-state tracker and the rotary frequencies. Never patches torch. The third place, megatron's own attention, is not
+a shim: `celld.trainer.tree` replaces it on every device, because a forest needs it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+TIMEOUT_S = 600
+
+
+def on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
+
+
+def start_parallel(*, tp: int = 1, rank: int = 0, store: Store | None = None) -> None:
+    """Join the process groups of one cell: `tp` ranks meet at `store` (one alone needs none). Once per process."""
+    if not dist.is_initialized():
+        meeting = HashStore() if store is None else store
+        backend = "gloo" if on_cpu() else "nccl"
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=tp, timeout=timedelta(seconds=TIMEOUT_S))
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        # The tracker reads the CUDA random state even to do nothing; as a no-op it is honest because dropout is 0.
+        tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=on_cpu())
+
+
+def config_flags() -> dict[str, Any]:
+    """TransformerConfig entries that choose plain torch kernels; the fused ones need CUDA."""
+    fused = (
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+        "persist_layer_norm",
+    )
+    return {"use_cpu_initialization": on_cpu(), **dict.fromkeys(fused, False)}
+
+
+class DepthRotary(RotaryEmbedding):  # type: ignore[misc]  # megatron is untyped
+    """Rotary angles of given depths instead of 0..T-1: in a packed forest a token's position is its depth.
+
+    Also the shim for `get_emb`, which moves its frequencies to `torch.cuda.current_device()` whatever there is.
+    """
+
+    position_T: Tensor
+    inv_freq: Tensor
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
+        assert len(self.position_T) == max_seq_len, "the plan of another sequence"
+        self.inv_freq = self.inv_freq.to(self.position_T.device)
+        angles = torch.outer(self.position_T.to(self.inv_freq.dtype), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
