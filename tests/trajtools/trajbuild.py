@@ -30,7 +30,7 @@ def forest_of(*calls):
 
 
 class Story:
-    """Calls told one after another, one second each, labelled by agent. `say` returns the whole text behind the call."""
+    """Calls told one after another, one second each, labelled by agent. `say` gives the text behind the call."""
 
     def __init__(self, execution="e"):
         self.execution = execution
