@@ -51,6 +51,7 @@ def make_keys(run: RunDir) -> Keys:
             "admin": secrets.token_hex(16),
         }
         run.write_atomic("keys/keys.json", json.dumps(body))
+        run.write_atomic("keys/admin", body["admin"])  # alone, for engines that read a key file
     return load_keys(run)
 
 

@@ -1,0 +1,98 @@
+"""The processes of a cell: how they are started, watched and ended. No decision here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from gyre_base.config import Config
+from gyre_base.daemon import die_with_parent
+from gyre_base.rundir import RunDir
+
+STOP_GRACE_S = 10.0
+
+
+class Child:
+    """One process with its own group and log; `on_exit` is called once if it ends without being asked."""
+
+    def __init__(self, name: str, log: Path, on_exit: Callable[[str, str], None]) -> None:
+        self.name = name
+        self._log, self._on_exit = log, on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self, command: list[str]) -> None:
+        with open(self._log, "ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        self._watch = asyncio.get_running_loop().create_task(self._wait(self._process))
+
+    async def _wait(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        self._on_exit(self.name, f"ended with code {code}; its last words are in {self._log.name}")
+
+    async def end(self) -> None:
+        """TERM, a grace, KILL of the whole group. No exit is reported."""
+        if self._watch is not None:
+            self._watch.cancel()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def engine_command(run: RunDir, config: Config, model: Path, version: str, port_file: Path, seed: int) -> list[str]:
+    """The tiny engine on a free port of the cluster's address."""
+    engine = config.engine
+    return [
+        sys.executable,
+        "-m",
+        "celld.tiny.server",
+        *("--model", str(model)),
+        *("--host", config.cluster.bind),
+        *("--port", "0"),
+        *("--port-file", str(port_file)),
+        *("--served-model-name", config.model.served_name),
+        *("--weight-version", version),
+        *("--admin-api-key-file", str(run.path("keys", "admin"))),
+        *("--max-running-requests", str(engine.max_running_requests)),
+        *("--context-length", str(engine.context_length)),
+        *("--stream-interval", str(engine.stream_interval)),
+        *("--threads", str(engine.threads)),
+        *("--seed", str(seed)),
+    ]
+
+
+def rank_command(run: RunDir, cell: str, *, core: bool) -> list[str]:
+    """One trainer rank."""
+    return [
+        sys.executable,
+        "-m",
+        "celld.trainer.main",
+        "--run",
+        str(run.root),
+        "--cell",
+        cell,
+        *(["--core"] if core else []),
+    ]

@@ -1,0 +1,268 @@
+"""The shell around a cell's agent: starts the children, does the switches, talks to cellctl."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from celld.agent import core as c
+from celld.agent.children import Child, engine_command, rank_command
+from celld.agent.switching import Switcher
+from celld.engine_client import EngineClient, EngineError
+from celld.weights import SocketTransport, WeightsError
+from gyre_base import config as configuration
+from gyre_base import messages as m
+from gyre_base.bus import Client, NoAnswer, Server
+from gyre_base.config import Config
+from gyre_base.daemon import HEARTBEAT_S, Send, Shell, log_to, stop_on_signals
+from gyre_base.journal import Journal, mend_tail
+from gyre_base.keys import Keys, load_keys
+from gyre_base.rundir import RunDir
+from gyre_base.vocabulary import Role
+
+log = logging.getLogger(__name__)
+CHILD_START_S = 180.0  # torch and megatron on a busy machine
+PROBE_EVERY_S = 5.0
+SILENT_PROBES = 6  # engine probes without an answer before it counts as stalled
+
+
+class AgentShell(Shell):
+    """One cell."""
+
+    core: c.Agent
+
+    def __init__(self, run: RunDir, keys: Keys, config: Config, cell: str, life: int, server: Server) -> None:
+        path = run.path("journal", f"celld-{cell}.jsonl")
+        mend_tail(path)
+        super().__init__(c.Agent(cell=cell), Journal(path))
+        self._run, self._keys, self._config, self._cell, self._life = run, keys, config, cell, life
+        self._server = server
+        self._cellctl = Client(run, keys, "cellctl", identity=f"celld:{cell}:{life}")
+        self._rank = Client(run, keys, f"rank-{cell}")
+        self._transport = SocketTransport(run, keys, "rank-c0")
+        folder = run.path("weights", cell)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        model_config = json.loads((Path(config.model.path) / "config.json").read_text())
+        self._switcher = Switcher(self._rank, self._transport, folder, model_config)
+        self._children = {
+            name: Child(name, run.path("log", f"{name}-{cell}.log"), self._child_died) for name in ("engine", "rank")
+        }
+        self._engine: EngineClient | None = None
+        self._switch: asyncio.Task[None] | None = None
+
+    def _child_died(self, child: str, detail: str) -> None:
+        self.post(c.ChildDied(child=child, detail=detail))
+
+    # ---- effects ----------------------------------------------------------------------------------------------------
+
+    async def perform(self, command: Any) -> None:
+        match command:
+            case Send(message=message):
+                await self._cellctl.send(message)
+            case c.Launch(child=child):
+                self._stop_switch()
+                self.spawn(self._launch(child))
+            case c.End(child=child):
+                await self._children[child].end()
+            case c.Switch():
+                self._stop_switch()
+                self._switch = asyncio.get_running_loop().create_task(self._do_switch(command))
+            case c.Save():
+                self.spawn(self._save(command.why))
+
+    def _stop_switch(self) -> None:
+        if self._switch is not None:
+            self._switch.cancel()
+            self._switch = None
+
+    async def _launch(self, child: str) -> None:
+        try:
+            if child == "rank":
+                await self._launch_rank()
+            else:
+                await self._launch_engine()
+        except (EngineError, NoAnswer, WeightsError, OSError) as error:
+            log.error("the %s did not come up: %s", child, error)
+            await self._children[child].end()
+            await asyncio.sleep(1.0)
+            self.post(c.ChildDied(child=child, detail=f"did not come up: {error}"))
+
+    async def _launch_rank(self) -> None:
+        await self._children["rank"].end()
+        self._run.retract(f"rank-{self._cell}")
+        await self._children["rank"].start(rank_command(self._run, self._cell, core=self._cell == "c0"))
+        state = await self._rank.ask(m.StopTraining(epoch=0), timeout_s=CHILD_START_S)
+        self.post(c.ChildUp(child="rank", version=state.version))
+
+    async def _launch_engine(self) -> None:
+        with contextlib.suppress(NoAnswer):  # after a fault the rank may still be claiming
+            if self._rank_is_up():
+                await self._rank.ask(m.StopTraining(epoch=self.core.epoch), timeout_s=20.0)
+        version, folder = await self._pull_patiently()
+        port_file = self._run.path("endpoints", f".engine-{self._cell}.port")
+        port_file.unlink(missing_ok=True)
+        seed = self._config.scheduler.seed * 1000 + int(self._cell.removeprefix("c"))
+        command = engine_command(self._run, self._config, folder, version, port_file, seed)
+        await self._children["engine"].start(command)
+        port = await self._port(port_file)
+        url = f"http://{self._config.cluster.bind}:{port}"
+        if self._engine is not None:
+            await self._engine.close()
+        self._engine = EngineClient(url, admin_key=self._keys.admin)
+        await self._engine.wait_serving(CHILD_START_S)
+        await self._engine.probe()
+        self.post(c.ChildUp(child="engine", version=version, url=url))
+
+    def _rank_is_up(self) -> bool:
+        return "rank" in self.core.up and self._children["rank"].pid is not None
+
+    async def _pull_patiently(self) -> tuple[str, Path]:
+        """The core's rank may still be loading."""
+        for _ in range(int(CHILD_START_S)):
+            with contextlib.suppress(NoAnswer, WeightsError):
+                return await self._switcher.pull()
+            await asyncio.sleep(0.5)
+        raise NoAnswer("rank-c0 has no weights to give")
+
+    async def _port(self, port_file: Path) -> int:
+        for _ in range(int(CHILD_START_S / 0.1)):
+            if port_file.exists() and (text := port_file.read_text().strip()):
+                return int(text)
+            if self._children["engine"].pid is None:
+                raise OSError(f"the engine ended while starting; see log/engine-{self._cell}.log")
+            await asyncio.sleep(0.1)
+        raise OSError("the engine did not say its port")
+
+    async def _do_switch(self, order: c.Switch) -> None:
+        assert self._engine is not None, "a switch before the engine was up"
+        try:
+            if order.to is Role.TRAIN:
+                version, phases = await self._switcher.to_train(self._engine, order.epoch)
+            else:
+                version, phases = await self._switcher.to_rollout(
+                    self._engine, order.epoch, order.version, update_only=order.update_only
+                )
+        except (EngineError, NoAnswer, RuntimeError, OSError) as error:
+            log.error("switch to %s (epoch %d) failed: %s", order.to.value, order.epoch, error)
+            child = "rank" if isinstance(error, NoAnswer) else "engine"
+            await self._children[child].end()
+            self.post(c.SwitchFailed(epoch=order.epoch, child=child, detail=str(error)))
+            return
+        self.post(c.Switched(to=order.to, epoch=order.epoch, version=version, phases_s=phases))
+
+    async def _save(self, why: str) -> None:
+        with contextlib.suppress(NoAnswer):
+            saved = await self._rank.ask(m.SaveCheckpoint(why=why), timeout_s=120.0)
+            if isinstance(saved, m.CheckpointSaved):
+                self.post(c.Saved(version=saved.version, path=saved.path))
+
+    # ---- background -------------------------------------------------------------------------------------------------
+
+    async def hear_cellctl(self) -> None:
+        """Orders and welcomes; a welcome that was not asked for means that cellctl does not know us."""
+        await self._greet()
+        while True:
+            message = await self._cellctl.inbox.get()
+            if isinstance(message, m.Welcome):
+                await self._greet()
+            else:
+                self.post(message)
+
+    async def _greet(self) -> None:
+        hello = m.Hello(kind="celld", name=self._cell, life=self._life, pid=os.getpid())
+        while True:
+            with contextlib.suppress(NoAnswer):
+                await self._cellctl.ask(hello, timeout_s=30.0)
+                self.post(c.Welcomed())
+                return
+
+    async def beat(self) -> None:
+        count = 0
+        while True:
+            await self._cellctl.send(m.Heartbeat(kind="celld", name=self._cell, life=self._life, progress=count))
+            count += 1
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def probe_engine(self) -> None:
+        """Liveness by an answer within a bounded time, not by an open socket: a stopped process is as good as dead."""
+        silent = 0
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            if self._engine is None or "engine" not in self.core.up:
+                continue
+            silent = 0 if await self._engine.alive(PROBE_EVERY_S) else silent + 1
+            if silent >= SILENT_PROBES:
+                silent = 0
+                await self._children["engine"].end()
+                self._child_died("engine", f"no answer to {SILENT_PROBES} probes")
+
+    async def answer_people(self) -> None:
+        async for received in self._server:
+            if isinstance(received.message, m.StatusRequest):
+                await self._server.send(received.peer, m.StatusReply(rows=(self._row(),)), received.correlation)
+            elif isinstance(received.message, m.OperatorOrder):
+                refusal = m.Refused(why=f"a cell takes no order {received.message.verb!r}; say it to cellctl")
+                await self._server.send(received.peer, refusal, received.correlation)
+
+    def _row(self) -> dict[str, Any]:
+        agent = self.core
+        return {
+            "cell": self._cell,
+            "role": agent.role.value,
+            "epoch": agent.epoch,
+            "version": agent.version,
+            "engine": self._config.engine.kind,
+            "engine_pid": self._children["engine"].pid,
+            "rank_pid": self._children["rank"].pid,
+            "transport": self._transport.name,
+            "faults": agent.faults,
+            "phases_s": agent.phases_s,
+            "url": agent.url,
+        }
+
+    async def close(self) -> None:
+        """Children first; then the connections."""
+        self._stop_switch()
+        for name in ("engine", "rank"):
+            await self._children[name].end()
+        await self._cellctl.send(m.Goodbye(kind="celld", name=self._cell, life=self._life))
+        if self._engine is not None:
+            await self._engine.close()
+        for connection in (self._cellctl, self._rank, self._transport):
+            connection.close()
+        assert self.journal is not None
+        self.journal.close()
+
+
+async def run_agent(run_dir: str, cell: str) -> None:
+    """Serve one cell until TERM. Raises RunDirError, RunLocked."""
+    run = RunDir.open(run_dir)
+    log_to(run.path("log", f"celld-{cell}.log"), name=f"celld-{cell}")
+    with run.lock(f"celld-{cell}"):
+        await _serve(run, cell)
+
+
+async def _serve(run: RunDir, cell: str) -> None:
+    keys = load_keys(run)
+    config = configuration.from_json(run.path("run.json").read_text())
+    known = [f"c{i}" for i in range(config.cluster.cells)]
+    if cell not in known:
+        raise configuration.ConfigError(f"no cell is called {cell!r}: {', '.join(known)} (cluster.cells = {len(known)})")
+    life = run.next_life(f"celld-{cell}")
+    server = Server(run, keys, kind="celld", name=f"celld-{cell}", life=life, bind=config.cluster.bind)
+    shell = AgentShell(run, keys, config, cell, life, server)
+    stop_on_signals(shell.stopping)
+    server.start()
+    for work in (shell.hear_cellctl(), shell.beat(), shell.probe_engine(), shell.answer_people()):
+        shell.spawn(work)
+    shell.post(c.Start())
+    try:
+        await shell.run()
+    finally:
+        await shell.close()
+        server.close()

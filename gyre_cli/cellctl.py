@@ -1,0 +1,142 @@
+"""cellctl: the elastic scheduler's commands."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from gyre_cli import common
+from gyre_cli.common import guarded, json_option, run_option
+
+
+@click.group()
+def main() -> None:
+    """The elastic scheduler: which cell serves, which trains, and why."""
+
+
+@main.command()
+@run_option
+@guarded
+def run(run_dir: str | None) -> None:
+    """Run the daemon for a run directory until TERM."""
+    from cellctl.daemon import run_cellctl
+    from gyre_base.daemon import run_main
+
+    root = common.run_root(run_dir)
+    run_main(lambda: run_cellctl(root))
+
+
+@main.command()
+@run_option
+@json_option
+@click.option("--watch", is_flag=True, help="Print again every second until interrupted.")
+@guarded
+def status(run_dir: str | None, as_json: bool, watch: bool) -> None:
+    """Cells, roles, water level, version, staleness, and what the next turn waits for."""
+    while True:
+        rows = common.view(run_dir, "cellctl", "status")
+        if watch and not as_json:
+            click.clear()
+        common.print_json(rows) if as_json else common.print_tables(rows, hidden=("last_step", "now", "url", "phases_s"))
+        if not watch:
+            return
+        time.sleep(1.0)
+
+
+@main.command()
+@click.argument("cell", default="")
+@run_option
+@json_option
+@guarded
+def explain(cell: str, run_dir: str | None, as_json: bool) -> None:
+    """Why a cell did or did not turn."""
+    rows = common.view(run_dir, "cellctl", "explain", cell)
+    if as_json:
+        common.print_json(rows)
+        return
+    for row in rows:
+        if "next" in row:
+            click.echo(f"next: {row['next']}")
+            continue
+        click.echo(f"{row['cell']}  {row['role']}: {row['why']}")
+        for line in row["story"]:
+            click.echo(f"    {line}")
+
+
+@main.command()
+@click.argument("cell")
+@click.option("--to", type=click.Choice(["train", "rollout"]), required=True)
+@run_option
+@guarded
+def flip(cell: str, to: str, run_dir: str | None) -> None:
+    """Turn one cell by hand; refused with the numbers if the executions in flight need it."""
+    common.order(run_dir, "cellctl", "flip", cell, to=to)
+
+
+@main.command()
+@run_option
+@guarded
+def freeze(run_dir: str | None) -> None:
+    """Dispatch nothing and turn nothing until `cellctl thaw`; what runs goes on."""
+    common.order(run_dir, "cellctl", "freeze")
+
+
+@main.command()
+@run_option
+@guarded
+def thaw(run_dir: str | None) -> None:
+    """End a freeze."""
+    common.order(run_dir, "cellctl", "thaw")
+
+
+@main.command()
+@click.argument("journal", type=click.Path(dir_okay=False, path_type=Path))
+@json_option
+@guarded
+def replay(journal: Path, as_json: bool) -> None:
+    """Feed JOURNAL to a fresh scheduler: exit 0 if it gives the same commands, 1 with the first difference if not."""
+    from cellctl.replay import replay as run_replay
+
+    try:
+        count, difference = run_replay(journal)
+    except (OSError, ValueError) as error:
+        common.fail(f"cannot replay {journal}: {error}", common.USAGE)
+    if difference is None:
+        row = {"entries": count, "same": True}
+        common.print_json([row]) if as_json else click.echo(f"{count} entries, the same commands")
+        return
+    if as_json:
+        common.print_json([{"entries": count, "same": False, **difference.__dict__}])
+    else:
+        click.echo(f"{journal}:{difference.line}: {difference.event}")
+        click.echo(f"  recorded {difference.recorded}")
+        click.echo(f"  replayed {difference.replayed}")
+    raise SystemExit(common.NO)
+
+
+@main.command()
+@run_option
+@click.option("--follow", "-f", is_flag=True, help="Go on as events come.")
+@guarded
+def events(run_dir: str | None, follow: bool) -> None:
+    """The scheduler's journal, one JSON object per event."""
+    from gyre_base.rundir import RunDir
+
+    path = RunDir.open(common.run_root(run_dir)).path("journal", "cellctl.jsonl")
+    if not path.exists():
+        common.fail(f"no journal at {path}: the scheduler of this run has never started", common.NO)
+    with path.open() as file:
+        while True:
+            line = file.readline()
+            if line.endswith("\n"):
+                click.echo(line, nl=False)
+            elif not follow:
+                return
+            else:
+                time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

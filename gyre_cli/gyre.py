@@ -1,0 +1,146 @@
+"""gyre: start, watch, stop and report a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gyre_cli import common
+from gyre_cli.common import guarded, json_option, run_option
+
+
+@click.group()
+@click.version_option(package_name="gyre-rl")
+def main() -> None:
+    """Reinforcement learning for coding agents whose executions take hours. `gyre quickstart` shows it on this machine."""
+
+
+@main.command()
+@click.argument("path", default="gyre.toml", type=click.Path(dir_okay=False, path_type=Path))
+@guarded
+def init(path: Path) -> None:
+    """Write a commented configuration to PATH."""
+    from gyre_cli.template import commented
+
+    if path.exists():
+        common.fail(f"{path} exists; choose another name or remove it", common.REFUSED)
+    try:
+        path.write_text(commented())
+    except OSError as error:
+        common.fail(f"cannot write {path}: {error.strerror}", common.USAGE)
+    click.echo(f"wrote {path}", err=True)
+
+
+@main.command()
+@click.option("--config", "config_file", default="gyre.toml", show_default=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--run", "run_dir", default="runs/run", show_default=True, metavar="DIR", help="Run directory; an existing run goes on.")
+@guarded
+def up(config_file: Path, run_dir: str) -> None:
+    """Start all daemons of a run on this machine and stay until it is done. INT or TERM stops it; `gyre up` again goes on."""
+    from gyre_cli import quickstart, runs
+
+    run, config = runs.create(run_dir, config_file)
+    raise SystemExit(quickstart.serve_and_report(run, config, title=run.root.name, quiet=False))
+
+
+@main.command("quickstart")
+@click.option("--run", "run_dir", default="runs/quickstart", show_default=True, metavar="DIR", help="Run directory; an unfinished run goes on.")
+@click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default: as examples/quickstart/gyre.toml).")
+@click.option("--policy", type=click.Choice(["elastic", "colocate", "async"]), help="How cells are shared.")
+@click.option("--seed", type=int, help="Order of tasks and of chance.")
+@click.option("--heldout", type=click.IntRange(0), help="Held-out tasks measured before and after (0 = none).")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any configuration key, such as trajectories.jmax=1.")
+@click.option("--fresh", is_flag=True, help="Remove an earlier run of this name first.")
+@click.option("--quiet", is_flag=True, help="No live display.")
+@json_option
+@guarded
+def quickstart_command(run_dir: str, as_json: bool, **options: Any) -> None:
+    """A whole elastic run on this machine: a small model, real daemons, a black-box agent, a pass rate that rises."""
+    from gyre_cli import quickstart
+
+    raise SystemExit(quickstart.run(run_dir, as_json=as_json, **options))
+
+
+@main.command()
+@run_option
+@json_option
+@guarded
+def status(run_dir: str | None, as_json: bool) -> None:
+    """The run in one table."""
+    rows = common.view(run_dir, "cellctl", "status")[:1]
+    common.print_json(rows) if as_json else common.print_tables(rows, hidden=("last_step", "now"))
+
+
+@main.command()
+@run_option
+@json_option
+@guarded
+def report(run_dir: str | None, as_json: bool) -> None:
+    """What a finished run amounted to (its summary.json)."""
+    import orjson
+
+    from gyre_base.rundir import RunDir
+    from gyre_cli import quickstart
+
+    path = RunDir.open(common.run_root(run_dir)).path("summary.json")
+    if not path.exists():
+        common.fail(f"{path} is not there: the run is not done; see `gyre status`", common.NO)
+    summary = orjson.loads(path.read_bytes())
+    common.print_json([summary]) if as_json else quickstart.print_summary(summary)
+
+
+@main.command()
+@run_option
+@guarded
+def stop(run_dir: str | None) -> None:
+    """Stop a run cleanly; `gyre up` (or the same quickstart command) goes on from its directory."""
+    from gyre_base.rundir import RunDir
+
+    run = RunDir.open(common.run_root(run_dir))
+    pid = _supervisor_pid(run.path("lives", "supervisor.lock"))
+    if pid is None:
+        common.fail(f"nothing runs for {run.root}", common.NO_ANSWER)
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 90.0
+    while time.monotonic() < deadline:
+        if _supervisor_pid(run.path("lives", "supervisor.lock")) is None:
+            click.echo("stopped")
+            return
+        time.sleep(0.1)
+    common.fail(f"process {pid} is still stopping its daemons after 90 s; look into {run.path('log')}", common.NO)
+
+
+def _supervisor_pid(lock: Path) -> int | None:
+    """Who holds the lock, or None if nobody does (the kernel frees it with the process)."""
+    import fcntl
+
+    if not lock.exists():
+        return None
+    with lock.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read() or 0) or None
+    return None
+
+
+@main.command("exec")
+@click.option("--name", required=True, help="Name of this executor, such as ex0.")
+@run_option
+@guarded
+def exec_command(name: str, run_dir: str | None) -> None:
+    """Run one executor until TERM: it starts harnesses and scores what they leave."""
+    from gyre_base.daemon import run_main
+    from gyre_exec.daemon import run_executor
+
+    root = common.run_root(run_dir)
+    run_main(lambda: run_executor(root, name))
+
+
+if __name__ == "__main__":
+    main()

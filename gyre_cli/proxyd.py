@@ -1,0 +1,59 @@
+"""proxyd: the request router's commands."""
+
+from __future__ import annotations
+
+import click
+
+from gyre_cli import common
+from gyre_cli.common import guarded, json_option, run_option
+
+
+@click.group()
+def main() -> None:
+    """The request router: harness dialects in, exact token ids recorded, calls moved between engines."""
+
+
+@main.command()
+@run_option
+@guarded
+def run(run_dir: str | None) -> None:
+    """Run the daemon for a run directory until TERM."""
+    from gyre_base.daemon import run_main
+    from proxyd.daemon import run_proxyd
+
+    root = common.run_root(run_dir)
+    run_main(lambda: run_proxyd(root))
+
+
+@main.command()
+@run_option
+@json_option
+@guarded
+def status(run_dir: str | None, as_json: bool) -> None:
+    """One row of counters: calls, tokens, held calls, moved calls."""
+    rows = common.view(run_dir, "proxyd", "status")
+    common.print_json(rows) if as_json else common.print_tables(rows)
+
+
+@main.command()
+@run_option
+@json_option
+@guarded
+def routes(run_dir: str | None, as_json: bool) -> None:
+    """Engines, what is in flight on each, and which executions stick to it."""
+    rows = common.view(run_dir, "proxyd", "routes")
+    common.print_json(rows) if as_json else common.print_tables(rows)
+
+
+@main.command()
+@run_option
+@json_option
+@guarded
+def sessions(run_dir: str | None, as_json: bool) -> None:
+    """Executions known to the router, with their calls and tokens."""
+    rows = common.view(run_dir, "proxyd", "sessions")
+    common.print_json(rows) if as_json else common.print_tables(rows)
+
+
+if __name__ == "__main__":
+    main()

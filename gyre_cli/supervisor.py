@@ -1,0 +1,158 @@
+"""Starts and watches the daemons of one run on one machine; on a cluster the same table becomes srun steps.
+
+Owns processes only. A daemon that ends unasked is started again (it continues from the run directory), but not for ever. Ends
+when the scheduler says done, or on INT/TERM: then everything is stopped in an order in which nothing is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre_base import messages as m
+from gyre_base.bus import Client, NoAnswer
+from gyre_base.config import Config
+from gyre_base.daemon import die_with_parent
+from gyre_base.keys import load_keys
+from gyre_base.rundir import RunDir
+
+RESTARTS = 5  # of one daemon within WINDOW_S; more is a fault that restarting does not cure
+WINDOW_S = 120.0
+STOP_GRACE_S = 20.0
+STOP_ORDER = ("ex", "celld-", "proxyd", "trajd", "cellctl")
+
+
+class RunFailed(RuntimeError):
+    """A daemon keeps dying; names its log."""
+
+
+@dataclass
+class Daemon:
+    """One line of the table."""
+
+    name: str
+    command: list[str]
+    process: asyncio.subprocess.Process | None = None
+    starts: list[float] = field(default_factory=list)
+
+
+def table(run: RunDir, config: Config) -> list[Daemon]:
+    """Every daemon of a run on this machine, in the order of their start."""
+    root = str(run.root)
+
+    def line(name: str, module: str, *arguments: str) -> Daemon:
+        return Daemon(name, [sys.executable, "-m", f"gyre_cli.{module}", *arguments, "--run", root])
+
+    return [
+        line("cellctl", "cellctl", "run"),
+        line("trajd", "trajd", "run"),
+        line("proxyd", "proxyd", "run"),
+        *(line(f"celld-c{i}", "celld", "run", "--cell", f"c{i}") for i in range(config.cluster.cells)),
+        *(line(f"ex{i}", "gyre", "exec", "--name", f"ex{i}") for i in range(config.cluster.executors)),
+    ]
+
+
+class Supervisor:
+    """`serve` runs until done or stopped; `on_status` gets the scheduler's rows about once a second.
+
+    `at_end` runs when the run is done and the daemons still answer.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        on_status: Callable[[list[dict[str, Any]]], None],
+        at_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._run, self._config, self._on_status, self._at_end = run, config, on_status, at_end
+        self._daemons = table(run, config)
+        self.restarts: dict[str, int] = {}
+        self.stopping = asyncio.Event()
+        self.finished = False
+
+    async def serve(self) -> bool:
+        """True if the run is done, False if it was stopped before. Raises RunFailed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            loop.add_signal_handler(number, self.stopping.set)
+        with self._run.lock("supervisor"):
+            try:
+                for daemon in self._daemons:
+                    await self._start(daemon)
+                await self._watch()
+                if self.finished and self._at_end is not None:
+                    await self._at_end()
+            finally:
+                await self._stop_all()
+        return self.finished
+
+    async def _start(self, daemon: Daemon) -> None:
+        now = time.monotonic()
+        daemon.starts = [s for s in daemon.starts if now - s < WINDOW_S] + [now]
+        if len(daemon.starts) > RESTARTS:
+            log = self._run.path("log", f"{daemon.name}.log")
+            raise RunFailed(f"{daemon.name} ended {RESTARTS} times within {WINDOW_S:g} s; its last words are in {log}")
+        output = open(self._run.path("log", f"{daemon.name}.out"), "ab")  # noqa: SIM115 - handed to the child
+        try:
+            daemon.process = await asyncio.create_subprocess_exec(
+                *daemon.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            )
+        finally:
+            output.close()
+
+    async def _watch(self) -> None:
+        client = Client(self._run, load_keys(self._run), "cellctl")
+        try:
+            while not self.stopping.is_set() and not self.finished:
+                await self._restart_dead()
+                await self._look(client)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.stopping.wait(), 0.7)
+        finally:
+            client.close()
+
+    async def _restart_dead(self) -> None:
+        for daemon in self._daemons:
+            if daemon.process is not None and daemon.process.returncode is not None:
+                self.restarts[daemon.name] = self.restarts.get(daemon.name, 0) + 1
+                await self._start(daemon)
+
+    async def _look(self, client: Client) -> None:
+        try:
+            reply = await client.ask(m.StatusRequest(), timeout_s=2.0)
+        except NoAnswer:
+            return
+        rows = [dict(row) for row in reply.rows]
+        self._on_status(rows)
+        self.finished = rows[0].get("run") == "done"
+
+    async def _stop_all(self) -> None:
+        for prefix in STOP_ORDER:
+            await asyncio.gather(*(self._stop(d) for d in self._daemons if d.name.startswith(prefix)))
+
+    async def _stop(self, daemon: Daemon) -> None:
+        process = daemon.process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
