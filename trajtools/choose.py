@@ -37,6 +37,9 @@ class Rules:
     unlabelled: bool = False  # train calls that nothing classified
 
 
+DEFAULT = Rules()
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """A root-to-leaf path. `path` without the empty root; `end` its depth; `new_tokens` the trainable ones it owns."""
@@ -84,7 +87,7 @@ def class_of(mark: Mark) -> str:
     return f"{agent}-summary" if mark.call.purpose == "summary" else agent
 
 
-def choose(forest: Forest, rules: Rules = Rules(), analysis: Analysis | None = None) -> Choice:
+def choose(forest: Forest, rules: Rules = DEFAULT, analysis: Analysis | None = None) -> Choice:
     """Fill the slots of one execution. The same calls give the same choice, in whatever order they came."""
     analysis = analysis or analyse(forest)
     marks = forest.marks()
