@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import msgpack
 import msgspec
 
 from gyre_base import messages
@@ -29,16 +30,16 @@ def encode(msg: Any, correlation: int = 0) -> list[bytes]:
     cls = type(msg)
     bulk = _bulk_fields(cls)
     body = {f.name: getattr(msg, f.name) for f in dataclasses.fields(cls) if f.name not in bulk}
-    head = msgspec.msgpack.encode([cls.TAG, correlation])
-    return [head, msgspec.msgpack.encode(body), *(getattr(msg, name) for name in bulk)]
+    frames = [msgpack.packb([cls.TAG, correlation]), msgpack.packb(msgspec.to_builtins(body))]
+    return [*frames, *(getattr(msg, name) for name in bulk)]
 
 
 def decode(frames: list[bytes]) -> tuple[Any, int]:
     """(message, correlation). Raises WireError; never returns a half-valid message."""
     try:
-        tag, correlation = msgspec.msgpack.decode(frames[0], type=tuple[str, int])
+        tag, correlation = msgspec.convert(msgpack.unpackb(frames[0]), type=tuple[str, int])
         cls = messages.BY_TAG[tag]
-        body = msgspec.msgpack.decode(frames[1])
+        body = msgspec.convert(msgpack.unpackb(frames[1]), type=dict[str, Any])
         bulk = _bulk_fields(cls)
         if len(frames) != 2 + len(bulk):
             raise WireError(f"message {tag}: {len(frames) - 2} raw frames, expected {len(bulk)}")
@@ -46,7 +47,7 @@ def decode(frames: list[bytes]) -> tuple[Any, int]:
         return msgspec.convert(body, type=cls), correlation
     except KeyError as error:
         raise WireError(f"unknown message {error}") from None
-    except (msgspec.MsgspecError, IndexError, TypeError, AttributeError) as error:
+    except (msgspec.MsgspecError, msgpack.UnpackException, ValueError, IndexError, TypeError) as error:
         raise WireError(f"not a message: {error}") from None
 
 

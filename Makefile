@@ -1,0 +1,45 @@
+# `make run` and `make test` do everything on a fresh machine; `make` lists the targets.
+VENV   ?= .venv
+PYTHON ?= python3
+PY      = $(VENV)/bin/python
+STAMP   = $(VENV)/.installed
+# Extra words for pip, such as an index that serves CPU builds of torch (docs/install.md).
+PIP_ARGS ?=
+RUN_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: help run test check format install golden sim clean
+help:                       ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt tools/install.sh
+	PYTHON="$(PYTHON)" VENV="$(VENV)" PIP_ARGS="$(PIP_ARGS)" sh tools/install.sh
+	touch $@
+
+install: $(STAMP)           ## virtual environment with everything pinned
+
+run: $(STAMP)               ## the main job: gyre quickstart (RUN_ARGS="--steps 2" for a short one)
+	$(VENV)/bin/gyre quickstart --fresh $(RUN_ARGS)
+
+test: $(STAMP)              ## the whole default test suite
+	$(PY) -m pytest -n 2 --dist worksteal $(TEST_ARGS)
+
+check: $(STAMP)             ## format, lint, types, architecture
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy gyre_base cellctl proxyd trajtools celld gyre_exec gyre_cli bench
+	$(PY) -m pytest -q tests/test_architecture.py
+
+format: $(STAMP)            ## rewrite the format
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+
+golden: $(STAMP)            ## rewrite the transcript goldens; review the diff
+	$(PY) -m pytest -q tests/cellctl/test_golden.py --rewrite-golden
+
+SEED ?= 7
+sim: $(STAMP)               ## one seeded simulation of the scheduler with faults: make sim SEED=7
+	$(PY) -m tests.cellctl.world $(SEED)
+
+clean:                      ## remove the virtual environment and the runs
+	rm -rf $(VENV) runs
