@@ -1,0 +1,155 @@
+"""The canonical conversation: what every dialect is read into and every answer is written from.
+
+Pure values. Owns the digests by which two conversations are compared; decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import xxhash
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call as it stands in a conversation. `arguments` is the raw JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One block group of a conversation. `role`: system, user, assistant or tool; `call_id` is a tool result's call."""
+
+    role: str
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    last_text: str = ""  # the last text block, where a dialect has several in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages in order. `tools` is the JSON text of the tool list, b"" for none."""
+
+    messages: tuple[Message, ...]
+    tools: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a dialect made of a body. `unknown` names fields that were kept aside, never refused."""
+
+    conversation: Conversation
+    max_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    model: str = ""
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A finished answer, before a dialect words it. `finish`: stop, length or tool_calls."""
+
+    call: str
+    created: int
+    model: str
+    text: str
+    calls: tuple[ToolCall, ...]
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+    ill_formed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What an answer said: the part of a reply that a later request echoes."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = field(default=())
+
+
+def digest(*parts: bytes) -> bytes:
+    """16 bytes over the parts and their borders. Stable between processes: it is written to the call log."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def text_bytes(text: str) -> bytes:
+    """UTF-8 that survives lone surrogates, which JSON bodies may hold."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def exact_arguments(raw: str) -> bytes:
+    """Equal for equal JSON values, whatever the key order and spacing; the raw text if it is not JSON."""
+    try:
+        return orjson.dumps(orjson.loads(raw), option=orjson.OPT_SORT_KEYS)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return text_bytes(raw)
+
+
+def loose_arguments(raw: str) -> bytes:
+    """Equal for what harnesses are known to do to arguments on replay (reference/harness.md 1.6).
+
+    Numbers as floats, texts that are numbers or booleans as those, blanks at line ends dropped, keys that are false,
+    null or empty dropped. Only used for a call whose id we issued.
+    """
+    try:
+        return orjson.dumps(_loose(orjson.loads(raw or "{}")), option=orjson.OPT_SORT_KEYS)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
+        return text_bytes(raw)
+
+
+def _loose(value: Any) -> Any:
+    if isinstance(value, dict):
+        made = {key: _loose(item) for key, item in value.items()}
+        return {key: item for key, item in made.items() if not (item is False or item is None or item == "")}
+    if isinstance(value, list):
+        return [_loose(item) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    return _loose_text(value)
+
+
+def _loose_text(text: str) -> Any:
+    stripped = text.strip()
+    if stripped in ("true", "false"):
+        return stripped == "true"
+    if stripped[:1] in "-0123456789" and 0 < len(stripped) < 40:
+        try:
+            return float(stripped)
+        except ValueError:
+            pass
+    return "\n".join(line.rstrip() for line in text.split("\n")).strip()
+
+
+def exact_key(spoken: Spoken | Message) -> bytes:
+    """An assistant turn by its content; ids are left out, because a harness may issue its own."""
+    parts = [b"assistant", text_bytes(spoken.text)]
+    for call in spoken.calls:
+        parts += [text_bytes(call.name), exact_arguments(call.arguments)]
+    return digest(*parts)
+
+
+def loose_key(spoken: Spoken | Message) -> bytes:
+    """An assistant turn with the lossy parts of an echo taken out."""
+    parts = [b"loose", text_bytes(spoken.text.strip())]
+    for call in spoken.calls:
+        parts += [text_bytes(call.name), loose_arguments(call.arguments)]
+    return digest(*parts)
+
+
+def message_key(message: Message) -> bytes:
+    """A message that is not an assistant's: role and text. Only what the template renders counts."""
+    return digest(message.role.encode(), text_bytes(message.text))

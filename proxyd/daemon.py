@@ -1,0 +1,251 @@
+"""The daemon: HTTP in front, engines behind, cellctl at the side. Feeds the core, keeps its journal, carries out what
+it says.
+
+`python -m proxyd.daemon --run DIR`. A killed proxyd is started again on the same directory: the journal brings back
+which executions are open, the call log their trees, so that histories go on with the same ids and finished calls are
+answered again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from gyre_base import config as configuration
+from gyre_base import journal as journals
+from gyre_base import messages as m
+from gyre_base.bus import Client, NoAnswer, Received, Server
+from gyre_base.config import Config, ConfigError
+from gyre_base.daemon import HEARTBEAT_S, Answer, Shell, WakeAt, log_to, run_main, stop_on_signals
+from gyre_base.keys import Keys, load_keys
+from gyre_base.rundir import RunDir, RunDirError
+from gyre_base.runfile import RunHeader
+from gyre_base.vocabulary import Purpose
+from proxyd import calllog, records, views
+from proxyd.chat import ChatModel, TemplateRefused
+from proxyd.core import Router
+from proxyd.engine import EngineClient
+from proxyd.events import Abort, Cut, Finish, Refuse, Restarted, Submit
+from proxyd.http import Front
+from proxyd.service import Service
+
+log = logging.getLogger(__name__)
+
+
+class ProxydShell(Shell):
+    """One ordered stream: every event is decided, journalled and carried out before the next, without waiting."""
+
+    core: Router
+
+    def __init__(self, core: Router, journal: journals.Journal | None, client: Client, run: RunDir) -> None:
+        super().__init__(core, journal)
+        self._client, self._run_dir = client, run
+        self._unknown_there = False  # cellctl has forgotten us
+        self._asker: tuple[Server, Received] | None = None
+        self.service: Service
+        self.failure: BaseException | None = None
+
+    def feed(self, event: Any) -> None:
+        """An event through the core. A core that raises stops the daemon: its journal is the bug report."""
+        now = self.clock.now()
+        try:
+            commands = self.core.handle(event, now)
+            if self.journal is not None:
+                self.journal.write(now, event, commands)
+            for command in commands:
+                self._do(command, now)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        if isinstance(event, m.CloseExecution):
+            self.service.closed(event.execution)
+
+    def fail(self, error: BaseException) -> None:
+        log.critical("proxyd stops: %r", error, exc_info=error)
+        self.failure = self.failure or error
+        self.stopping.set()
+
+    def _do(self, command: Any, now: float) -> None:
+        match command:
+            case Submit() | Abort() | Cut() | Finish() | Refuse():
+                self.service.perform(command)
+            case WakeAt(at=at):
+                self._wake_at(at, now)
+            case Answer(message=message):
+                if self._asker is not None:
+                    server, asked = self._asker
+                    self.spawn(server.send(asked.peer, message, asked.correlation))
+            case _:
+                self.spawn(self._tell(command))
+
+    async def _tell(self, message: Any) -> None:
+        await self._client.send(message)
+
+    async def step(self, event: Any) -> None:
+        self.feed(event)
+
+    async def perform(self, command: Any) -> None:
+        self._do(command, self.clock.now())
+
+    # ---- peers ------------------------------------------------------------------------------------------------------
+
+    async def answer_questions(self, server: Server) -> None:
+        """The command line and whoever else asks."""
+        async for received in server:
+            message = received.message
+            if isinstance(message, m.StatusRequest):
+                found = views.rows(message.what, message.argument, self.core, self.service, self.clock.now())
+                await server.send(received.peer, m.StatusReply(rows=tuple(found)), received.correlation)
+            elif isinstance(message, m.OperatorOrder):
+                self._asker = (server, received)
+                self.feed(message)
+                self._asker = None
+            elif received.correlation:
+                await server.send(received.peer, m.Refused(why="proxyd answers status and order"), received.correlation)
+
+    async def report(self, life: int) -> None:
+        """Hello to each life of cellctl, then heartbeats. It answers a hello with the open executions and the table."""
+        greeted = -1
+        while True:
+            endpoint = self._run_dir.endpoint("cellctl")
+            if endpoint is not None and (endpoint.life != greeted or self._unknown_there):
+                self._unknown_there = False
+                hello = m.Hello(
+                    kind="proxyd", name="proxyd", life=life, pid=os.getpid(), holds=tuple(self.core.executions)
+                )
+                try:
+                    await self._client.ask(hello, timeout_s=5.0)
+                    greeted = endpoint.life
+                except NoAnswer:
+                    log.warning("cellctl does not answer a hello")
+                continue
+            if endpoint is not None:
+                beat = m.Heartbeat(kind="proxyd", name="proxyd", life=life, progress=self.service.progress)
+                await self._client.send(beat)
+            await asyncio.sleep(HEARTBEAT_S if greeted >= 0 else 0.1)
+
+    def close(self) -> None:
+        """The last thing of a clean end."""
+        self._client.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    async def obey(self) -> None:
+        """What cellctl says unasked, in its order."""
+        while True:
+            message = await self._client.inbox.get()
+            if isinstance(message, m.Welcome):  # it does not know us (any more)
+                self._unknown_there = True
+            elif isinstance(message, m.OpenExecution | m.CloseExecution | m.EngineTable | m.DrainCell):
+                self.feed(message)
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
+
+
+def open_executions(path: Path) -> dict[str, m.OpenExecution]:
+    """Executions that were open when the last life ended, by its journal."""
+    found: dict[str, m.OpenExecution] = {}
+    for entry in journals.read(path) if path.exists() else ():
+        event = entry.event
+        if event["tag"] == "execution.open":
+            found[event["execution"]] = m.OpenExecution(
+                execution=event["execution"], purpose=Purpose(event["purpose"]), temperature=event["temperature"]
+            )
+        elif event["tag"] == "execution.close":
+            found.pop(event["execution"], None)
+    return found
+
+
+def load_chat(config: Config) -> tuple[ChatModel, dict[str, Any]]:
+    """The model's chat form and what the call log says of its tokenizer. Raises ConfigError."""
+    folder = Path(config.model.tokenizer or config.model.path)
+    try:
+        chat = ChatModel.load(folder)
+        digest = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
+    except (OSError, TemplateRefused) as error:
+        raise ConfigError(f"model.tokenizer: {error}") from None
+    return chat, {"name": folder.name, "digest": digest, "vocab": chat.tokenizer.get_vocab_size()}
+
+
+async def run_proxyd(run_dir: str) -> None:
+    """Serve one run until TERM. A second start continues from its directory."""
+    run = RunDir.open(run_dir)
+    log_to(run.path("log", "proxyd.log"), name="proxyd")
+    with run.lock("proxyd"):
+        await _serve(run)
+
+
+async def _serve(run: RunDir) -> None:
+    keys, config = load_keys(run), configuration.from_json(run.path("run.json").read_text())
+    chat, tokenizer = load_chat(config)
+    life = run.next_life("proxyd")
+    path = run.path("journal", "proxyd.jsonl")
+    journals.mend_tail(path)
+    opened = open_executions(path)
+    forests = records.restore(calllog.earlier_records(run), chat, set(opened))
+    client = Client(run, keys, "cellctl", identity=f"proxyd:proxyd:{life}")
+    shell = ProxydShell(Router(), journals.Journal(path), client, run)
+    stop_on_signals(shell.stopping)
+    header = RunHeader(run=run.root.name, tokenizer=tokenizer, writer="proxyd", created=shell.clock.now())
+    durable = config.rollout.durability == "fdatasync"
+    calls = calllog.CallLog(run.path("calls", calllog.NAME.format(life=life)), header, durable=durable)
+    engines = EngineClient(keys.admin, chat.stop_ids, config.engine.stream_interval)
+    shell.service = Service(config, chat, engines, calls, shell.feed, shell.clock.now, shell.fail)
+    shell.service.forests = forests
+    for event in (Restarted(life=life), *opened.values()):
+        shell.feed(event)
+    await _until_stopped(shell, run, keys, config, life, calls)
+    if shell.failure is not None:
+        raise shell.failure
+
+
+async def _until_stopped(
+    shell: ProxydShell, run: RunDir, keys: Keys, config: Config, life: int, calls: calllog.CallLog
+) -> None:
+    app = Front(shell.service, keys, config.model.served_name).app()
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=600.0
+    )
+    await runner.setup()
+    await web.TCPSite(runner, config.cluster.bind, 0, backlog=1024).start()
+    host, port = runner.addresses[0][:2]
+    server = Server(run, keys, kind="proxyd", name="proxyd", life=life, bind=config.cluster.bind)
+    server.start({"http": f"http://{host}:{port}"})
+    log.info("proxyd life %d serves http://%s:%s, %d executions open", life, host, port, len(shell.core.executions))
+    for work in (shell.answer_questions(server), shell.report(life), shell.obey()):
+        shell.spawn(work)
+    try:
+        await shell.run()
+    finally:
+        server.close()
+        await runner.cleanup()
+        await shell.service.stop()
+        calls.close()
+        shell.close()
+        log.info("proxyd life %d has ended", life)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`python -m proxyd.daemon --run DIR`. Exit codes as everywhere (DESIGN 12)."""
+    options = argparse.ArgumentParser(prog="proxyd.daemon", description="The request router of one run.")
+    options.add_argument("--run", required=True, help="run directory")
+    given = options.parse_args(arguments)
+    try:
+        run_main(lambda: run_proxyd(given.run))
+    except (ConfigError, RunDirError) as error:
+        print(f"proxyd: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 4
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""How harnesses speak. Each dialect reads a body into a Request and words replies and failures; all are pure.
+
+A dialect never refuses a field it does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from proxyd.conversation import Reply, Request
+
+
+class BadRequest(ValueError):
+    """A body that is no request: the text is what the harness is told (400)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no answer. `kind` picks the wording; the numbers go into it."""
+
+    kind: str  # unauthorized, bad_request, not_found, overflow, forbidden, unavailable, internal
+    why: str = ""
+    limit: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A whole HTTP answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Dialect(Protocol):
+    """One wire form."""
+
+    def read(self, body: bytes) -> Request: ...
+
+    def write(self, reply: Reply, request: Request) -> Written: ...
+
+    def fail(self, failure: Failure) -> Written: ...

@@ -1,0 +1,123 @@
+"""The HTTP side: authentication, bounds, call ids, and each dialect at its path. Decides nothing about calls.
+
+`{http}/x/{execution}/v1/...` with the execution's bearer token. Every answer goes out whole, after its record is
+durable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from gyre_base.ids import is_safe_name
+from gyre_base.keys import Keys
+from proxyd.dialects import BadRequest, Dialect, Failure, Written
+from proxyd.dialects.openai_chat import OpenAIChat, models
+from proxyd.service import Service
+
+log = logging.getLogger(__name__)
+MAX_BODY = 64 << 20  # bytes; a 2M-token history as JSON text is about 10 MB
+CALL, WAITED = "X-Gyre-Call", "X-Gyre-Waited"
+_NAMESPACE = uuid.UUID("b3c0a9f2-6f4e-5d0b-8a51-3f1b5a0c9e27")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Front:
+    """The handlers."""
+
+    def __init__(self, service: Service, keys: Keys, served_name: str) -> None:
+        self._service, self._keys, self._served_name = service, keys, served_name
+        self._derived: dict[str, int] = {}  # body hash -> answers delivered, for clients without call ids
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY)
+        dialects: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat()}
+        for path, dialect in dialects.items():
+            app.router.add_post("/x/{execution}" + path, self._calls(dialect))
+        app.router.add_get("/x/{execution}/v1/models", self._guarded(self._models))
+        app.router.add_get("/x/{execution}/v1/models/{model:.+}", self._guarded(self._model))
+        app.router.add_get("/health", _health)
+        app.router.add_route("*", "/x/{execution}/{rest:.*}", self._guarded(_unknown))
+        return app
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def _calls(self, dialect: Dialect) -> Handler:
+        async def call(http: web.Request) -> web.StreamResponse:
+            execution = http.match_info["execution"]
+            if not self._accepts(http, execution):
+                return _plain(dialect.fail(Failure("unauthorized")))
+            try:
+                body = await http.read()
+                request = dialect.read(body)
+                number, derived = self._call_id(http, execution, body)
+            except web.HTTPRequestEntityTooLarge:
+                return _plain(
+                    dialect.fail(Failure("too_large", why=f"The request body is larger than {MAX_BODY} bytes."))
+                )
+            except BadRequest as error:
+                return _plain(dialect.fail(Failure("bad_request", why=str(error))))
+            answer, waited_s = await self._service.answer(execution, number, request)
+            written = dialect.fail(answer) if isinstance(answer, Failure) else dialect.write(answer, request)
+            response = _plain(written)
+            response.headers[CALL], response.headers[WAITED] = number, f"{waited_s:.3f}"
+            await response.prepare(http)
+            await response.write_eof()
+            if derived and written.status == 200:
+                self._derived[derived] = self._derived.get(derived, 0) + 1
+            return response
+
+        return call
+
+    def _call_id(self, http: web.Request, execution: str, body: bytes) -> tuple[str, str]:
+        """(call id, the key to count its delivery under). A body seen again before delivery is the same call."""
+        given = http.headers.get(CALL, "")
+        if given:
+            if not is_safe_name(given):
+                raise BadRequest(f"{CALL} must be letters, digits, '.', '_' or '-'")
+            return given, ""
+        key = hashlib.blake2b(execution.encode() + b"\0" + body, digest_size=16).hexdigest()
+        if len(self._derived) > 100_000:
+            del self._derived[next(iter(self._derived))]
+        return str(uuid.uuid5(_NAMESPACE, f"{key}/{self._derived.get(key, 0)}")), key
+
+    # ---- the rest ---------------------------------------------------------------------------------------------------
+
+    def _accepts(self, http: web.Request, execution: str) -> bool:
+        scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            token = http.headers.get("x-api-key", "")
+        return is_safe_name(execution) and token.isascii() and self._keys.accepts(execution, token.strip())
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(http: web.Request) -> web.StreamResponse:
+            if not self._accepts(http, http.match_info["execution"]):
+                return _plain(OpenAIChat().fail(Failure("unauthorized")))
+            return await handler(http)
+
+        return guarded
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        return _plain(models(self._served_name))
+
+    async def _model(self, http: web.Request) -> web.StreamResponse:
+        name = http.match_info["model"]
+        if name != self._served_name:
+            return _plain(OpenAIChat().fail(Failure("no_model", why=name)))
+        return _plain(models(self._served_name, one=True))
+
+
+def _plain(written: Written) -> web.Response:
+    return web.Response(status=written.status, body=written.body, headers={"Content-Type": written.content_type})
+
+
+async def _health(http: web.Request) -> web.StreamResponse:
+    return web.Response(text="ok\n")
+
+
+async def _unknown(http: web.Request) -> web.StreamResponse:
+    return _plain(OpenAIChat().fail(Failure("not_found", why=f"{http.method} /{http.match_info['rest']}")))

@@ -1,0 +1,321 @@
+"""From a request to its durable answer: the tree, the core's commands and the engines' streams meet here.
+
+Owns the calls that are open (their tokens so far, who waits for them). A call is answered once its record is in the
+log; the same call id attaches to what is running or gets the same answer again. Shell code: effects only, decisions
+are the core's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre_base.config import Config
+from gyre_base.runfile import CallWriter
+from proxyd.calllog import CallLog
+from proxyd.capture import Forest, Node, Plan
+from proxyd.chat import ChatModel, Piece
+from proxyd.conversation import Reply, Request
+from proxyd.dialects import Failure
+from proxyd.engine import EngineClient
+from proxyd.events import Abort, CallArrived, CallDropped, Cut, Finish, Refuse, SubmissionEnded, Submit
+from proxyd.records import Facts, Progress, call_record, relabel_note
+from proxyd.stream import Sampled, join_spans
+
+log = logging.getLogger(__name__)
+DROP_AFTER_S = 60.0  # a call for which nobody has waited this long is aborted
+TAIL = 200  # finished calls kept for `proxyd tail`
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One submission at an engine."""
+
+    number: int
+    task: asyncio.Task[None]
+    ended: asyncio.Event
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A call between request and answer."""
+
+    execution: str
+    call: str
+    plan: Plan
+    budget: int
+    t0: float
+    answer: asyncio.Future[Node | Failure]
+    progress: Progress = field(default_factory=Progress)
+    temperature: float = 1.0
+    running: Running | None = None
+    waiters: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.execution}:{self.call}"
+
+
+class Service:
+    """Everything between HTTP and engines. `feed` hands an event to the core."""
+
+    def __init__(
+        self,
+        config: Config,
+        chat: ChatModel,
+        engines: EngineClient,
+        calls: CallLog,
+        feed: Callable[[Any], None],
+        now: Callable[[], float],
+        fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.config, self.chat = config, chat
+        self._engines, self._log, self._feed = engines, calls, feed
+        self.now, self.fatal = now, fatal
+        self._writer = CallWriter()
+        self.forests: dict[str, Forest] = {}
+        self.open: dict[str, Open] = {}
+        self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL)
+        self.progress = 0  # finished calls of this life
+        self._background: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    @property
+    def log_trouble(self) -> str:
+        """Why the log can't be written just now; empty when it can."""
+        return self._log.trouble
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def answer(self, execution: str, call: str, request: Request) -> tuple[Reply | Failure, float]:
+        """The durable answer and how long the infrastructure held it. Cancelled, the call runs on for a while."""
+        forest = self.forests.get(execution)
+        node = forest.calls.get(call) if forest is not None else None
+        opened = self.open.get(f"{execution}:{call}")
+        if node is None or opened is not None:
+            if opened is None:
+                begun = self._begin(execution, call, request)
+                if isinstance(begun, Failure):
+                    return begun, 0.0
+                opened = begun
+            result = await self._wait(opened)
+            if isinstance(result, Failure):
+                return result, 0.0
+            node = result
+        return self._reply(node, request), node.waited_s
+
+    def _begin(self, execution: str, call: str, request: Request) -> Open | Failure:
+        now = self.now()
+        forest = self.forests.setdefault(execution, Forest(self.chat))
+        plan = forest.plan(call, request.conversation)
+        limit = self.config.engine.context_length
+        if plan.prompt_tokens >= limit:
+            return Failure("overflow", limit=limit, tokens=plan.prompt_tokens)
+        budget = min(self.config.rollout.max_new_tokens, limit - plan.prompt_tokens)
+        budget = min(budget, request.max_tokens) if request.max_tokens else budget
+        opened = Open(execution, call, plan, budget, now, asyncio.get_running_loop().create_future())
+        self.open[opened.key] = opened
+        for relabel in plan.relabels:
+            self._log.note(relabel_note(execution, relabel))
+        arrived = CallArrived(call=opened.key, execution=execution, prompt_tokens=plan.prompt_tokens, budget=budget)
+        self._feed(arrived)
+        return opened
+
+    async def _wait(self, opened: Open) -> Node | Failure:
+        opened.waiters += 1
+        try:
+            return await asyncio.shield(opened.answer)
+        finally:
+            opened.waiters -= 1
+            if not opened.waiters and not opened.answer.done():
+                asyncio.get_running_loop().call_later(DROP_AFTER_S, self._drop, opened)
+
+    def _drop(self, opened: Open) -> None:
+        if not opened.waiters and not opened.answer.done() and opened.key in self.open:
+            self._feed(CallDropped(call=opened.key))
+
+    def _reply(self, node: Node, request: Request) -> Reply:
+        finish = "tool_calls" if node.spoken.calls and node.finish == "stop" else node.finish
+        return Reply(
+            call=node.call,
+            created=int(node.at),
+            model=request.model or self.config.model.served_name,
+            text=node.spoken.text,
+            calls=node.spoken.calls,
+            finish=finish,
+            prompt_tokens=node.prompt_tokens,
+            completion_tokens=len(node.completion.ids),
+        )
+
+    # ---- the core's commands ----------------------------------------------------------------------------------------
+
+    def perform(self, command: Submit | Abort | Cut | Finish | Refuse) -> None:
+        """Start one effect; nothing here waits."""
+        opened = self.open[command.call]
+        match command:
+            case Submit():
+                ended = asyncio.Event()
+                opened.temperature = command.temperature
+                task = self._spawn(self._submission(opened, command, ended))
+                opened.running = Running(command.number, task, ended)
+            case Abort(url=url, rid=rid):
+                if opened.running is not None:
+                    self._spawn(self._engines.abort(url, rid, opened.running.ended))
+            case Cut():
+                if opened.running is not None:
+                    opened.running.task.cancel()
+            case Finish():
+                self._finish(opened, command)
+            case Refuse(kind=kind, why=why):
+                self._refuse(opened, kind, why)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended_task)
+        return task
+
+    def _ended_task(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fatal(error)
+
+    async def _submission(self, opened: Open, submit: Submit, ended: asyncio.Event) -> None:
+        """One stream from submission to SubmissionEnded, whatever happens in between."""
+        progress = opened.progress
+        asked = opened.budget - len(progress.ids)
+        parts = [opened.plan.prompt_json()]
+        if progress.ids:
+            parts.append(Piece.of(progress.ids).json)
+        sampled = Sampled(submit.version)
+        how, lost, why = "cut", True, "it did not end after an abort"
+        try:
+            body = self._engines.body(submit, b",".join(parts), asked)
+            outcome = await self._engines.stream(submit.url, body, sampled)
+            how, lost, why = outcome.how, outcome.lost, outcome.why
+        except asyncio.CancelledError:
+            if self._stopping:
+                raise
+            log.warning("cut the stream of call %s at %s", opened.call, submit.url)
+        ended.set()
+        self._end(opened, submit, sampled, asked, (how, lost, why))
+
+    def _end(self, opened: Open, submit: Submit, sampled: Sampled, asked: int, outcome: tuple[str, bool, str]) -> None:
+        how, lost, why = outcome
+        progress, before = opened.progress, len(opened.progress.ids)
+        del sampled.ids[asked:], sampled.logprobs[asked:]
+        progress.spans = join_spans(progress.spans, sampled.versions(), before)
+        progress.ids += sampled.ids
+        progress.logprobs += sampled.logprobs
+        opened.running = None
+        wanted = opened.plan.prompt_tokens + before
+        if sampled.prompt_tokens is not None and sampled.prompt_tokens != wanted:
+            log.critical(
+                "call %s: the engine counts %d prompt tokens, we sent %d", opened.key, sampled.prompt_tokens, wanted
+            )
+        finish = sampled.verdict(asked, self.chat.stop_ids) if how != "refused" else ""
+        self._feed(
+            SubmissionEnded(
+                call=opened.key,
+                number=submit.number,
+                how="finished" if finish else ("refused" if how == "refused" else "cut"),
+                sampled=len(sampled.ids),
+                finish=finish,
+                lost=lost,
+                why=why,
+            )
+        )
+        if opened.answer.done() and opened.running is None:
+            self.open.pop(opened.key, None)  # it was refused while the engine still had it
+
+    # ---- the end of a call ------------------------------------------------------------------------------------------
+
+    def _finish(self, opened: Open, command: Finish) -> None:
+        """Into the tree and the log; the answer goes out when the log has it."""
+        now, forest = self.now(), self.forests[opened.execution]
+        completion = Piece.of(opened.progress.ids)
+        parsed = self.chat.parse(completion.ids, opened.call)
+        node = forest.finished(
+            opened.call, opened.plan, completion, parsed.spoken, command.finish, at=now, waited_s=command.waited_s
+        )
+        facts = Facts(
+            execution=opened.execution,
+            call=opened.call,
+            seq=len(forest.calls) - 1,
+            t0=opened.t0,
+            t1=now,
+            finish=command.finish,
+            temperature=opened.temperature,
+            waited_s=command.waited_s,
+            moved=command.moved,
+            ill_formed=parsed.ill_formed,
+        )
+        plan, progress, writer = opened.plan, opened.progress, self._writer
+        base = plan.base.call if plan.base is not None else None
+
+        def line() -> bytes:
+            return writer.call(call_record(facts, plan, progress), base, plan.keep)
+
+        self._log.append(line).add_done_callback(lambda written: self._written(opened, node, facts, written))
+
+    def _written(self, opened: Open, node: Node, facts: Facts, written: asyncio.Future[None]) -> None:
+        self.open.pop(opened.key, None)
+        if opened.answer.done():
+            return
+        if written.exception() is not None:
+            opened.answer.set_result(Failure("internal", why=f"the call could not be recorded: {written.exception()}"))
+            return
+        self.progress += 1
+        self.tail.append(_row(opened, node, facts))
+        opened.answer.set_result(node)
+
+    def _refuse(self, opened: Open, kind: str, why: str) -> None:
+        if not opened.answer.done():
+            opened.answer.set_result(Failure(kind, why=why))
+        if opened.running is None:
+            self.open.pop(opened.key, None)
+        forest = self.forests.get(opened.execution)
+        if kind == "forbidden" and forest is not None and not forest.calls:
+            del self.forests[opened.execution]  # an execution that was never open, or is no more
+
+    def closed(self, execution: str) -> None:
+        """The execution is over: its tree and writer state go."""
+        if self.forests.pop(execution, None) is not None:
+            self._log.append(lambda: self._forget(execution))
+
+    def _forget(self, execution: str) -> bytes:
+        self._writer.forget(execution)
+        return b""
+
+    async def stop(self) -> None:
+        """Close every stream; the engines abort what their client leaves."""
+        self._stopping = True
+        tasks = list(self._background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._engines.close()
+
+
+def _row(opened: Open, node: Node, facts: Facts) -> dict[str, Any]:
+    """A finished call for `proxyd tail`: numbers only."""
+    return {
+        "at": round(facts.t1, 3),
+        "execution": opened.execution,
+        "call": opened.call,
+        "agent": node.agent.id,
+        "base": node.base.call if node.base is not None else None,
+        "prompt_tokens": node.prompt_tokens,
+        "new_prompt_tokens": len(node.tail.ids),
+        "completion_tokens": len(node.completion.ids),
+        "finish": facts.finish,
+        "seconds": round(facts.t1 - facts.t0, 3),
+        "waited_s": round(facts.waited_s, 3),
+        "moved": facts.moved,
+        "versions": sorted({s.policy for s in opened.progress.spans}),
+        "attempt": opened.plan.attempt.n,
+    }
