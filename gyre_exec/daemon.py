@@ -1,0 +1,390 @@
+"""The executor's shell: harness and evaluator processes, workspaces, the relay, and the line to cellctl.
+
+No decision lives here (core.py has them). Start: `python -m gyre_exec.daemon --run DIR --name ex0`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gyre_base import bus, config, daemon, wire
+from gyre_base import messages as m
+from gyre_base.journal import Journal
+from gyre_base.keys import Keys, load_keys
+from gyre_base.rundir import RunDir, RunDirError
+from gyre_base.vocabulary import Outcome, Purpose
+from gyre_exec import child as children
+from gyre_exec import events as e
+from gyre_exec import keeping
+from gyre_exec.core import ExecutorCore, Limits
+from gyre_exec.evaluator import evaluate
+from gyre_exec.harness import Adapter, Launch, adapter_for
+from gyre_exec.relay import Relay
+from gyre_exec.tasks import Task, TaskError, from_dict
+from gyre_exec.upstream import Address, Upstream, address_of
+from gyre_exec.workspace import KINDS, Workspace, WorkspaceError
+
+log = logging.getLogger(__name__)
+PRINTED_BYTES = 256 << 10  # of stdout and of stderr, per execution
+SMALL_BYTES = 1 << 20  # a workspace up to this size is written at once, a larger one beside the loop
+HELLO_S = 10.0
+STDERR_CHARS = 400
+STOP_GRACE_S = 2.0
+
+
+class Executor(daemon.Shell):
+    """One executor process."""
+
+    core: ExecutorCore
+
+    def __init__(
+        self, run: RunDir, settings: config.Config, keys: Keys, name: str, life: int, adapter: Adapter
+    ) -> None:
+        slots = settings.tasks.concurrent_per_executor
+        core = ExecutorCore(Limits(slots=slots, evaluators=max(2, os.cpu_count() or 2)))
+        super().__init__(core, Journal(run.path("journal", f"{name}.jsonl")))
+        self.run_dir, self.settings, self.keys, self.name, self.life = run, settings, keys, name, life
+        self.adapter = adapter
+        self.client = bus.Client(run, keys, "cellctl", identity=f"executor:{name}:{life}")
+        self.relay = Relay(Upstream(self._find_proxyd))
+        self._tasks_of: dict[str, Task] = {}
+        self._workspaces: dict[str, Workspace] = {}
+        self._children: dict[str, children.Child] = {}
+        self._catalogue: dict[str, dict[str, Any]] | None = None
+        self._janitor: asyncio.Queue[tuple[Path, m.ExecutionFinished]] = asyncio.Queue()
+        self._start_folder = str(Path.cwd())
+        self._server_seen: tuple[str, int] | None = None
+        self._proxy_seen: tuple[str, int] | None = None
+
+    # ---- effects --------------------------------------------------------------------------------------------------
+
+    async def perform(self, command: Any) -> None:
+        match command:
+            case m.ExecutionFinished():
+                await self.client.send(command)
+            case e.Prepare(execution=name):
+                await self._prepare(name)
+            case e.Start(execution=name):
+                self._start(name)
+            case e.ReadClock(execution=name):
+                if name in self._children:
+                    waited_s, call_open = self.relay.clock(name)
+                    self.post(e.ClockRead(execution=name, waited_s=waited_s, call_open=call_open))
+            case e.StopHarness(execution=name, now=now):
+                if name in self._children:
+                    self._children[name].signal(signal.SIGKILL if now else signal.SIGTERM)
+            case e.Evaluate(execution=name):
+                self.spawn(self._evaluate(name))
+            case e.Settle(execution=name):
+                self._settle(name)
+            case e.Forget(execution=name):
+                self._tasks_of.pop(name, None)
+            case _:
+                raise AssertionError(f"executor: no effect for {command!r}")
+
+    def folder(self, execution: str) -> Path:
+        return self.run_dir.path("executions", execution)
+
+    async def _prepare(self, name: str) -> None:
+        try:
+            task = self._tasks_of[name] = self._task(self.core.held[name].order)
+            place = self._workspaces[name] = KINDS[self.settings.tasks.workspace](self.folder(name))
+            if sum(map(len, task.workspace.values())) <= SMALL_BYTES:
+                place.prepare(task)
+                self.post(e.Prepared(execution=name))
+            else:
+                self.spawn(self._prepare_beside(name, place, task))
+        except (TaskError, WorkspaceError) as error:
+            self._broken(name, error)
+
+    async def _prepare_beside(self, name: str, place: Workspace, task: Task) -> None:
+        try:
+            await asyncio.to_thread(place.prepare, task)
+        except WorkspaceError as error:
+            self._broken(name, error)
+        else:
+            self.post(e.Prepared(execution=name))
+
+    def _broken(self, name: str, error: Exception) -> None:
+        outcome = Outcome.UNSCORED if isinstance(error, TaskError) else Outcome.INFRA_FAILED
+        log.warning("%s can't run: %s", name, error)
+        self.post(e.Broken(execution=name, outcome=outcome, why=str(error)))
+
+    def _task(self, order: m.ExecutionOrder) -> Task:
+        """The order's task; if it is only an id, the task of that id in the run's task files."""
+        settings = self.settings.tasks
+        source = settings.train if order.purpose is Purpose.TRAIN else settings.heldout or settings.train
+        body = order.task
+        if set(body) <= {"id"}:
+            body = self._look_up(str(body.get("id")))
+        folder = str(body.get("task_file_dir") or (Path(source).parent if source else ""))
+        return from_dict(body, folder=folder, where=f"order of {order.execution}")
+
+    def _look_up(self, task: str) -> dict[str, Any]:
+        if self._catalogue is None:
+            self._catalogue = {}
+            for path in filter(None, (self.settings.tasks.heldout, self.settings.tasks.train)):
+                self._catalogue.update(_catalogue(Path(path)))
+        if task not in self._catalogue:
+            raise TaskError(f"no task is called {task!r} in {self.settings.tasks.train or 'tasks.train (not set)'}")
+        return self._catalogue[task]
+
+    def _start(self, name: str) -> None:
+        folder = self.folder(name)
+        self.relay.open(name)
+        launch = Launch(
+            execution=name,
+            task=self._tasks_of[name],
+            workspace=self._workspaces[name].root,
+            folder=folder,
+            base_url=self.relay.base_url(name),
+            token=self.keys.token(name),
+            model=self.settings.model.served_name,
+            start_folder=self._start_folder,
+        )
+        out, err = (children.Sink(folder / stream, PRINTED_BYTES) for stream in ("stdout", "stderr"))
+        try:
+            child = children.spawn(
+                self.adapter.argv(launch),
+                cwd=launch.workspace,
+                env=self.adapter.env(launch),
+                stdout=out,
+                stderr=err,
+                marker=f"{folder}/",
+            )
+        except OSError as error:
+            self.relay.close(name)
+            self._broken(name, WorkspaceError(f"the harness can't be started: {error}"))
+            return
+        self._children[name] = child
+        with contextlib.suppress(OSError):
+            keeping.note_pid(folder, self.name, child.pid)
+        child.exited.add_done_callback(lambda exited: self._harness_ended(name, exited, err))
+        self.post(e.Started(execution=name, pid=child.pid))
+
+    def _harness_ended(self, name: str, exited: asyncio.Future[int], err: children.Sink) -> None:
+        if exited.cancelled() or self.stopping.is_set():
+            return
+        del self._children[name]
+        account, waited_s = self.relay.close(name)
+        self.post(
+            e.HarnessEnded(
+                execution=name,
+                exit_code=exited.result(),
+                waited_s=waited_s,
+                calls=account.calls,
+                harness_errors=account.errors,
+                stderr_tail=err.tail()[-STDERR_CHARS:] if exited.result() else "",
+            )
+        )
+
+    async def _evaluate(self, name: str) -> None:
+        limit_s = self.settings.tasks.evaluation_limit_s
+        self.post(await evaluate(name, self._tasks_of[name], self.folder(name), self._workspaces[name].root, limit_s))
+
+    def _settle(self, name: str) -> None:
+        finished = self.core.held[name].outcome
+        assert finished is not None
+        self._workspaces.pop(name, None)
+        try:
+            keeping.write_outcome(self.folder(name), finished)
+        except OSError as error:
+            log.error("the outcome of %s is not on disk: %s", name, error)
+        self._janitor.put_nowait((self.folder(name), finished))
+
+    async def _clean(self) -> None:
+        """Workspaces go beside the loop, many in one go."""
+        keep = self.settings.tasks.keep_workspaces
+        while True:
+            batch = [await self._janitor.get()]
+            while not self._janitor.empty():
+                batch.append(self._janitor.get_nowait())
+            await asyncio.to_thread(_tidy_all, batch, keep)
+
+    # ---- the line to cellctl and proxyd ---------------------------------------------------------------------------
+
+    def _find_proxyd(self) -> Address | None:
+        endpoint = self.run_dir.endpoint("proxyd")
+        url = endpoint.extra.get("http") if endpoint is not None else None
+        return address_of(url) if url else None
+
+    async def _say_hello(self) -> None:
+        """Until cellctl answers. What we hold is counted anew each time: an old list would disown newer orders."""
+        while True:
+            endpoint = self.run_dir.endpoint("cellctl")
+            seen = (endpoint.address, endpoint.life) if endpoint else None
+            hello = m.Hello(
+                kind="executor",
+                name=self.name,
+                life=self.life,
+                pid=os.getpid(),
+                slots=self.settings.tasks.concurrent_per_executor,
+                holds=self.core.holds(),
+                detail={"relay_port": self.relay.port},
+            )
+            with contextlib.suppress(bus.NoAnswer):
+                answer = await self.client.ask(hello, timeout_s=HELLO_S, again_every_s=HELLO_S)
+                if isinstance(answer, m.Welcome):
+                    self._server_seen = seen
+                    return
+                log.warning("cellctl does not want us: %r; asking again", answer)
+                await asyncio.sleep(daemon.HEARTBEAT_S)
+
+    async def _keep_in_touch(self) -> None:
+        """Heartbeats; hello again when cellctl is another one; calls sent again when proxyd is."""
+        await self._say_hello()
+        while True:
+            await asyncio.sleep(daemon.HEARTBEAT_S / 2)
+            endpoint = self.run_dir.endpoint("cellctl")
+            if endpoint is not None and (endpoint.address, endpoint.life) != self._server_seen:
+                await self._say_hello()
+            progress = sum(self.core.finished.values())
+            await self.client.send(m.Heartbeat(kind="executor", name=self.name, life=self.life, progress=progress))
+            proxyd = self.run_dir.endpoint("proxyd")
+            if proxyd is not None and self._proxy_seen != (proxyd.address, proxyd.life):
+                if self._proxy_seen is not None:
+                    self.relay.proxy_moved()
+                self._proxy_seen = (proxyd.address, proxyd.life)
+
+    async def _listen(self) -> None:
+        while True:
+            said = await self.client.inbox.get()
+            match said:
+                case m.ExecutionOrder() | m.CancelExecution() | m.ExecutionNoted():
+                    self.post(said)
+                case m.Hello() | m.Refused():  # it does not know us
+                    await self._say_hello()
+                case _:
+                    log.warning("cellctl said %r, which is not for executors", wire.to_json(said)["tag"])
+
+    async def _answer(self, server: bus.Server) -> None:
+        async for received in server:
+            match received.message:
+                case m.StatusRequest(what="status"):
+                    answer: Any = m.StatusReply(rows=(self._status(),))
+                case m.StatusRequest(what="executions"):
+                    answer = m.StatusReply(rows=tuple(self._executions()))
+                case m.StatusRequest(what=what):
+                    answer = m.Refused(why=f"no view is called {what!r}: status, executions")
+                case _:
+                    answer = m.Refused(why="an executor answers status only")
+            await server.send(received.peer, answer, received.correlation)
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": "executor",
+            "life": self.life,
+            "slots": self.core.limits.slots,
+            **self.core.counts(),
+            "finished": dict(self.core.finished),
+            "cpu_s": round(time.process_time(), 3),
+            "rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        }
+
+    def _executions(self) -> list[dict[str, Any]]:
+        now = self.clock.now()
+        return [
+            {
+                "execution": name,
+                "group": held.order.group,
+                "state": held.state.value,
+                "running_s": round(now - held.started_at, 1)
+                if held.started_at and held.outcome is None
+                else held.wall_s,
+                "limit_s": held.order.limit_s,
+            }
+            for name, held in self.core.held.items()
+        ]
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Until a signal. Leaves no process behind."""
+        children.become_subreaper()
+        swept = keeping.sweep(self.run_dir.path("executions"), self.name)
+        if swept:
+            log.warning("%d executions of an earlier life were still there; they are ended", swept)
+        children.GUARD.start()
+        await self.relay.start()
+        bind = self.settings.cluster.bind
+        server = bus.Server(self.run_dir, self.keys, kind="executor", name=self.name, life=self.life, bind=bind)
+        server.start()
+        daemon.stop_on_signals(self.stopping)
+        for work in (self._clean(), self._keep_in_touch(), self._listen(), self._answer(server)):
+            self.spawn(work)
+        try:
+            await self.run()
+        finally:
+            self.stopping.set()
+            await self._leave(server)
+
+    async def _leave(self, server: bus.Server) -> None:
+        with contextlib.suppress(Exception):
+            await self.client.send(m.Goodbye(kind="executor", name=self.name, life=self.life))
+        await children.kill_all(STOP_GRACE_S)
+        await self.relay.stop()
+        for name, held in self.core.held.items():
+            keeping.tidy(self.folder(name), held.outcome, keep=self.settings.tasks.keep_workspaces)
+        children.GUARD.stop()
+        self.client.close()
+        server.close()
+        if self.journal is not None:
+            self.journal.close()
+
+
+def _tidy_all(batch: list[tuple[Path, m.ExecutionFinished]], keep: bool) -> None:
+    for folder, finished in batch:
+        keeping.tidy(folder, finished, keep=keep)
+
+
+def _catalogue(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        bodies = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{path}: cannot be read as JSONL ({error})") from None
+    return {str(b.get("id")): {**b, "task_file_dir": str(path.parent)} for b in bodies if isinstance(b, dict)}
+
+
+async def run_executor(run_dir: str | Path, name: str) -> None:
+    """Run the executor `name` until TERM. Raises RunDirError, ConfigError or ValueError with one clear line."""
+    run = RunDir.open(run_dir)
+    settings = config.from_json(run.path("run.json").read_text())
+    adapter = adapter_for(settings.tasks.harness, settings.tasks.harness_env)
+    with run.lock(name):
+        executor = Executor(run, settings, load_keys(run), name, run.next_life(name), adapter)
+        await executor.serve()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gyre_exec.daemon", description="Run one executor of a run.")
+    parser.add_argument("--run", required=True, help="the run directory")
+    parser.add_argument("--name", default="ex0", help="name of this executor, such as ex0")
+    options = parser.parse_args(argv)
+    logs = Path(options.run, "log")
+    daemon.log_to(logs / f"{options.name}.log" if logs.is_dir() else None, name=options.name)
+    try:
+        daemon.run_main(lambda: run_executor(options.run, options.name))
+    except RunDirError as error:
+        print(f"executor {options.name}: {error}", file=sys.stderr)
+        return 4
+    except (config.ConfigError, ValueError, PermissionError) as error:
+        print(f"executor {options.name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

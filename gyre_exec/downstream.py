@@ -1,0 +1,188 @@
+"""The harness's side of the relay: connections in, waiters that keep a stream open, answers out in one piece.
+
+A stream that has begun ends with its last chunk only if the whole answer went out; a failure ends it with an error
+event and a cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import orjson
+
+from gyre_exec import http1
+
+MAX_PIPELINED = 16
+EARLY_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+PING = http1.chunk(b": waiting\n\n")
+HIDDEN = http1.HOP_BY_HOP | {b"x-gyre-waited", b"x-gyre-call"}
+Accept = Callable[["Waiter", http1.Message], None]
+
+
+class Downstream(asyncio.Protocol):
+    """One connection of a harness: requests in order, one answered at a time."""
+
+    def __init__(self, accept: Accept, connections: set[Downstream]) -> None:
+        self._accept = accept
+        self._connections = connections
+        self._reader = http1.Reader(requests=True)
+        self._transport: asyncio.Transport | None = None
+        self._waiting: Waiter | None = None
+        self._next: deque[http1.Message] = deque()
+        self._told_to_continue = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._next.extend(self._reader.feed(data))
+        except http1.HttpError as error:
+            self._bad(error)
+            return
+        if self._reader.wants_continue and not self._told_to_continue and self._waiting is None:
+            self._told_to_continue = True
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if len(self._next) > MAX_PIPELINED:
+            self.abort()
+        elif self._waiting is None:
+            self._serve()
+
+    def _bad(self, error: http1.HttpError) -> None:
+        if self._waiting is None and not self._next:
+            self.write(http1.response(error.status, _error_headers(), _error_body(str(error))))
+        self.close()
+
+    def _serve(self) -> None:
+        if self._next and self._transport is not None and not self._transport.is_closing():
+            request = self._next.popleft()
+            self._told_to_continue = False
+            self._waiting = Waiter(self, request)
+            self._accept(self._waiting, request)
+
+    def done(self, *, keep_alive: bool) -> None:
+        """The present request is answered."""
+        self._waiting = None
+        if not keep_alive:
+            self.close()
+        elif self._next:
+            asyncio.get_running_loop().call_soon(self._serve_if_free)
+
+    def _serve_if_free(self) -> None:
+        if self._waiting is None:
+            self._serve()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connections.discard(self)
+        if self._waiting is not None:
+            self._waiting.gone()
+
+
+class Waiter:
+    """One request that waits for its answer."""
+
+    def __init__(self, connection: Downstream, request: http1.Message) -> None:
+        self._connection = connection
+        self._request = request
+        self._begun = False
+        self._streams: bool | None = None
+        self.alive = True
+        self.on_gone: Callable[[], None] | None = None
+
+    def gone(self) -> None:
+        """The connection is lost before the answer."""
+        self.alive = False
+        if self.on_gone is not None:
+            self.on_gone()
+
+    def keep_open(self) -> None:
+        """After a while of waiting: headers and comments, if a stream was asked for."""
+        if self._streams is None:
+            self._streams = _asks_for_stream(self._request)
+        if self.alive and self._streams:
+            if not self._begun:
+                self._begun = True
+                self._connection.write(EARLY_HEAD)
+            self._connection.write(PING)
+
+    def answer(self, answer: http1.Message) -> bool:
+        """The whole answer. False if the harness is thereby shown an error of ours."""
+        self.alive = False
+        if self._begun:
+            return self._finish_stream(answer)
+        keep_alive = self._request.keep_alive
+        headers = [(key, value) for key, value in answer.headers if key not in HIDDEN]
+        if not keep_alive:
+            headers.append((b"connection", b"close"))
+        bodiless = self._request.method == b"HEAD"
+        if bodiless:
+            headers += [(key, value) for key, value in answer.headers if key == b"content-length"]
+        raw = http1.response(answer.status, headers, answer.body, reason=answer.reason, bodiless=bodiless)
+        self._connection.write(raw)
+        self._connection.done(keep_alive=keep_alive)
+        return answer.status < 500
+
+    def _finish_stream(self, answer: http1.Message) -> bool:
+        """Status and headers are gone already: only events can say more."""
+        if answer.status == 200 and answer.header(b"content-type").startswith(b"text/event-stream"):
+            self._connection.write(http1.chunk(answer.body) + http1.LAST_CHUNK if answer.body else http1.LAST_CHUNK)
+            self._connection.done(keep_alive=self._request.keep_alive)
+            return True
+        self._connection.write(http1.chunk(_error_event(self._request.target, answer)))
+        self._connection.done(keep_alive=False)
+        return False
+
+    def refuse(self, status: int, why: str) -> None:
+        self.answer(http1.Message(_error_headers(), _error_body(why), True, status=status))
+
+    def abort(self) -> None:
+        self.alive = False
+        self._connection.abort()
+
+
+def _asks_for_stream(request: http1.Message) -> bool:
+    if b'"stream"' not in request.body:
+        return False
+    try:
+        body = orjson.loads(request.body)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(body, dict) and body.get("stream") is True
+
+
+def _error_headers() -> http1.Headers:
+    return ((b"content-type", b"application/json"),)
+
+
+def _error_body(why: str) -> bytes:
+    return orjson.dumps({"type": "error", "error": {"type": "api_error", "message": why}})
+
+
+def _error_event(target: bytes, answer: http1.Message) -> bytes:
+    """In the form that the dialect's clients read as a failure, and retry."""
+    try:
+        orjson.loads(answer.body)
+        data = answer.body.replace(b"\n", b" ").replace(b"\r", b" ")
+    except orjson.JSONDecodeError:
+        data = _error_body(f"the model's server answered {answer.status}")
+    named = b"event: error\n" if target.partition(b"?")[0].endswith(b"/messages") else b""
+    return named + b"data: " + data + b"\n\n"

@@ -1,0 +1,304 @@
+"""What a harness takes for its model: http://127.0.0.1:PORT/x/{execution}, for the execution's whole life.
+
+A request becomes a call with an id of its own. It is sent to proxyd, again after any break and under the same id,
+until a whole answer is there; only then does content go out. So proxyd may die and move, and the harness sees a slow
+answer. Counts what the waits cost and what errors were shown. Knows no dialect beyond how a stream stays open and how
+it says that it failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gyre_exec import http1
+from gyre_exec.downstream import Downstream, Waiter
+from gyre_exec.upstream import Broken, Upstream
+
+log = logging.getLogger(__name__)
+TARGET = re.compile(rb"/x/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/[^#]*")
+CLIMBS = re.compile(rb"(^|/)(\.|%2e){1,2}(/|$)", re.IGNORECASE)
+RESEND = frozenset({502, 503})  # proxyd is there but can't yet
+DROPPED = http1.HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-gyre-call"}
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayLimits:
+    """Numbers of the relay."""
+
+    quiet_s: float = 2.0  # a stream request that waits longer gets its headers; faster answers keep proxyd's status
+    ping_s: float = 10.0  # SSE comments while it waits on
+    orphan_s: float = 30.0  # a call whose harness hung up lives so long, for its retry to meet it
+    twin_s: float = 0.02  # an identical request beside a live one waits so long to see whether that one hangs up
+    calls_per_execution: int = 64
+
+
+@dataclass
+class Account:
+    """What one execution did here."""
+
+    execution: str
+    calls: int = 0  # answered with success
+    errors: int = 0  # shown to the harness: 5xx, or an answer that broke
+    resent: int = 0
+    waited_s: float = 0.0  # as proxyd says
+    open: dict[bytes, list[Call]] = field(default_factory=dict)
+    closed: bool = False
+    _broken: int = 0
+    _broken_since: float = 0.0
+    _broken_s: float = 0.0
+    _counted_until: float = 0.0
+
+    def break_begins(self, since: float) -> None:
+        """An attempt that began at `since` was in vain."""
+        since = max(since, self._counted_until)
+        self._broken_since = min(self._broken_since, since) if self._broken else since
+        self._broken += 1
+
+    def break_ends(self, now: float) -> None:
+        self._broken -= 1
+        if self._broken == 0:
+            self._broken_s += now - self._broken_since
+            self._counted_until = now
+
+    def credit_s(self, now: float) -> float:
+        """Waits that the infrastructure caused. Time without proxyd counts once, however many calls hang on it."""
+        running = now - self._broken_since if self._broken else 0.0
+        return self.waited_s + self._broken_s + running
+
+    def open_calls(self) -> int:
+        return sum(len(calls) for calls in self.open.values())
+
+
+class Call:
+    """One request of the harness and its answer, with everyone who waits for it."""
+
+    def __init__(self, account: Account, key: bytes, request: http1.Message) -> None:
+        self.id = uuid.uuid4().hex
+        self.account = account
+        self.key = key
+        self.request = request
+        self.waiters: list[Waiter] = []
+        self.answer: http1.Message | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Relay:
+    """One per executor process. `open` and `close` bracket an execution."""
+
+    def __init__(self, upstream: Upstream, limits: RelayLimits | None = None) -> None:
+        self._upstream = upstream
+        self._limits = limits or RelayLimits()
+        self._accounts: dict[str, Account] = {}
+        self._server: asyncio.Server | None = None
+        self._connections: set[Downstream] = set()
+        self._now: Callable[[], float] = lambda: 0.0
+        self.port = 0
+
+    async def start(self, host: str = "127.0.0.1") -> None:
+        loop = asyncio.get_running_loop()
+        self._now = loop.time
+        self._server = await loop.create_server(
+            lambda: Downstream(self.accept, self._connections), host, 0, backlog=1024
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def base_url(self, execution: str) -> str:
+        return f"http://127.0.0.1:{self.port}/x/{execution}"
+
+    def open(self, execution: str) -> Account:
+        account = self._accounts[execution] = Account(execution)
+        return account
+
+    def clock(self, execution: str) -> tuple[float, bool]:
+        """(seconds to credit so far, whether a call is open)."""
+        account = self._accounts[execution]
+        return account.credit_s(self._now()), bool(account.open)
+
+    def close(self, execution: str) -> tuple[Account, float]:
+        """The execution ended: its calls are dropped. Gives its figures."""
+        account = self._accounts.pop(execution)
+        waited_s = account.credit_s(self._now())
+        account.closed = True
+        for calls in list(account.open.values()):
+            for call in calls:
+                call.stop()
+                for waiter in call.waiters:
+                    waiter.abort()
+        account.open.clear()
+        return account, waited_s
+
+    def proxy_moved(self) -> None:
+        """proxyd has a new life: open calls are sent again now."""
+        self._upstream.moved()
+
+    async def stop(self) -> None:
+        for execution in list(self._accounts):
+            self.close(execution)
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.abort()
+        self._upstream.close()
+
+    # ---- a request comes in ---------------------------------------------------------------------------------------
+
+    def accept(self, waiter: Waiter, request: http1.Message) -> None:
+        """From a connection: answer now, attach to a call, or begin one."""
+        found = TARGET.fullmatch(request.target)
+        account = self._accounts.get(found.group(1).decode()) if found else None
+        if account is None or CLIMBS.search(request.target.partition(b"?")[0]):
+            waiter.refuse(404, "no execution of this name runs here")
+            return
+        key = _key(request)
+        twins = account.open.get(key)
+        if twins and not self._attach(twins, waiter, request):
+            self._later(account, waiter, request, key)
+        elif not twins:
+            self._begin(account, waiter, request, key)
+
+    def _attach(self, twins: list[Call], waiter: Waiter, request: http1.Message) -> bool:
+        """A byte-identical retry joins its call: one nobody waits for now, or any if the client says it retries."""
+        says_retry = request.header(b"x-stainless-retry-count") not in (b"", b"0")
+        for call in twins:
+            if says_retry or not any(w.alive for w in call.waiters):
+                self._join(call, waiter)
+                return True
+        return False
+
+    def _later(self, account: Account, waiter: Waiter, request: http1.Message, key: bytes) -> None:
+        """The first one still listens: two siblings with one body, or a retry whose hang-up is still to be seen."""
+
+        def again() -> None:
+            if account.closed or not waiter.alive:
+                waiter.abort()
+            elif not self._attach(account.open.get(key, []), waiter, request):
+                self._begin(account, waiter, request, key)
+
+        asyncio.get_running_loop().call_later(self._limits.twin_s, again)
+
+    def _join(self, call: Call, waiter: Waiter) -> None:
+        call.waiters = [w for w in call.waiters if w.alive]
+        call.waiters.append(waiter)
+        waiter.on_gone = lambda: self._hung_up(call)
+        if call.answer is not None:
+            self._deliver(call)
+
+    def _begin(self, account: Account, waiter: Waiter, request: http1.Message, key: bytes) -> None:
+        if account.open_calls() >= self._limits.calls_per_execution:
+            waiter.refuse(429, f"more than {self._limits.calls_per_execution} calls at once")
+            return
+        call = Call(account, key, request)
+        account.open.setdefault(key, []).append(call)
+        loop = asyncio.get_running_loop()
+        self._join(call, waiter)
+        call.timer = loop.call_later(self._limits.quiet_s, self._ping, call)
+        call.task = loop.create_task(self._carry(call))
+
+    def _ping(self, call: Call) -> None:
+        for waiter in call.waiters:
+            waiter.keep_open()
+        call.timer = asyncio.get_running_loop().call_later(self._limits.ping_s, self._ping, call)
+
+    # ---- a call is carried ----------------------------------------------------------------------------------------
+
+    async def _carry(self, call: Call) -> None:
+        """Until proxyd has answered in full. Ends by the answer or by cancellation."""
+        account = call.account
+        raw = _forwarded(call)
+        delay = BACKOFF_FIRST_S
+        while True:
+            began = self._now()
+            answer, why = await self._attempt(raw, is_head=call.request.method == b"HEAD")
+            if answer is not None:
+                break
+            if delay == BACKOFF_FIRST_S:
+                log.info("call %s of %s is sent again until it is answered: %s", call.id, account.execution, why)
+            self._upstream.look_again()
+            account.resent += 1
+            account.break_begins(began)
+            try:
+                await asyncio.sleep(delay)
+            finally:
+                account.break_ends(self._now())
+            delay = min(delay * 2, BACKOFF_MAX_S)
+        account.waited_s += min(_waited(answer), self._now() - began)
+        call.answer = answer
+        if call.request.method == b"POST" and answer.status < 400:
+            account.calls += 1
+        self._deliver(call)
+
+    async def _attempt(self, raw: bytes, *, is_head: bool) -> tuple[http1.Message | None, str]:
+        try:
+            answer = await self._upstream.exchange(raw, is_head=is_head)
+        except Broken as error:
+            return None, str(error)
+        if answer.status in RESEND:
+            return None, f"proxyd answered {answer.status}"
+        return answer, ""
+
+    def _deliver(self, call: Call) -> None:
+        """To all who wait. With nobody there the answer stays for the retry."""
+        assert call.answer is not None
+        if call.timer is not None:
+            call.timer.cancel()
+        alive = [w for w in call.waiters if w.alive]
+        for waiter in alive:
+            waiter.on_gone = None
+            if not waiter.answer(call.answer):
+                call.account.errors += 1
+        if alive:
+            self._drop(call)
+
+    def _hung_up(self, call: Call) -> None:
+        """The harness closed its connection: a grace time, for its retry to meet the same call."""
+        if not call.account.closed:
+            asyncio.get_running_loop().call_later(self._limits.orphan_s, self._drop_orphan, call)
+
+    def _drop_orphan(self, call: Call) -> None:
+        if not any(w.alive for w in call.waiters):
+            call.stop()
+            self._drop(call)
+
+    def _drop(self, call: Call) -> None:
+        calls = call.account.open.get(call.key, [])
+        if call in calls:
+            calls.remove(call)
+        if not calls:
+            call.account.open.pop(call.key, None)
+
+
+def _key(request: http1.Message) -> bytes:
+    """Identical requests have one key. The token is part of it: nobody attaches to a call without knowing it."""
+    digest = hashlib.blake2b(request.body, digest_size=16)
+    for part in (request.method, request.target, request.header(b"authorization"), request.header(b"x-api-key")):
+        digest.update(b"%d:%s" % (len(part), part))
+    return digest.digest()
+
+
+def _forwarded(call: Call) -> bytes:
+    request = call.request
+    headers = [(key, value) for key, value in request.headers if key not in DROPPED]
+    headers += [(b"host", b"proxyd"), (b"x-gyre-call", call.id.encode())]
+    return http1.request(request.method, request.target, headers, request.body)
+
+
+def _waited(answer: http1.Message) -> float:
+    try:
+        waited = float(answer.header(b"x-gyre-waited") or 0.0)
+    except ValueError:
+        return 0.0
+    return waited if 0.0 <= waited < 1e9 else 0.0
