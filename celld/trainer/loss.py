@@ -70,6 +70,9 @@ class Targets:
     advantage_K: Tensor
     staleness_K: Tensor
 
+    def to(self, device: torch.device) -> Targets:
+        return Targets(**{name: value.to(device) for name, value in self.__dict__.items()})
+
     @property
     def owned_N(self) -> Tensor:
         return self.owner_N != NOBODY

@@ -11,7 +11,7 @@ width.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from celld.trainer import cpu, tree
+from celld.weights import Array
 
 
 class ModelError(ValueError):
@@ -126,23 +127,42 @@ class Policy:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take this rank's part of Hugging Face tensors. Raises ModelError if one is missing or misshapen."""
+        parts = self.from_hf_tensors(tensors)
+        for name, parameter in self.parameters.items():
+            if parts[name].shape != parameter.shape:
+                need, got = tuple(parameter.shape), tuple(parts[name].shape)
+                raise ModelError(f"{name}: weights of shape {got}, need {need}")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                try:
-                    whole = from_hf(name, tensors, self.shape)
-                except KeyError as error:
-                    raise ModelError(f"the weights lack {error}") from None
-                part = _shard(name, whole, self.tp, self.tp_rank)
-                if part.shape != parameter.shape:
-                    raise ModelError(f"{name}: weights of shape {tuple(part.shape)}, need {tuple(parameter.shape)}")
-                parameter.copy_(part)
+                parameter.copy_(parts[name])
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """All weights, whole, under Hugging Face names in a fixed order; collective over tensor-parallel ranks."""
+    def hf_tensors(self, values: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The weights (or `values` of the same names and shapes), whole, under Hugging Face names in a fixed order.
+
+        Collective over tensor-parallel ranks.
+        """
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            tensors.update(to_hf(name, _unshard(name, parameter.detach(), self.tp), self.shape))
+        for name, part in (self.parameters if values is None else values).items():
+            tensors.update(to_hf(name, _unshard(name, part.detach(), self.tp), self.shape))
         return dict(sorted(tensors.items()))
+
+    def from_hf_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Inverse of `hf_tensors`: this rank's parts by parameter name. Raises ModelError if one is missing."""
+        parts = {}
+        for name in self.parameters:
+            try:
+                parts[name] = _shard(name, from_hf(name, tensors, self.shape), self.tp, self.tp_rank)
+            except KeyError as error:
+                raise ModelError(f"the weights lack {error}") from None
+        return parts
+
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """`load` from read-only arrays (a snapshot, a checkpoint)."""
+        self.load({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
+
+    def hf_arrays(self) -> dict[str, Array]:
+        """`hf_tensors` of the weights, for a snapshot or a checkpoint."""
+        return {name: tensor.cpu().numpy() for name, tensor in self.hf_tensors().items()}
 
     def _only_wanted_rows(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_T1D, *rest = args

@@ -1,0 +1,64 @@
+"""How the core gets the gradient sums of a batch: pulled from each satellite, checked, in the cells' order.
+
+Owns the questions to satellites. Never adds, never speaks to trajd. Invariant: a `Computed` that comes out holds
+exactly the micro-steps that were asked for. The bus carries the bytes now; another transport takes this class's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from celld.trainer.gradients import BatchSum, Computed, ContributionDamaged, received
+from gyre_base.bus import Client, NoAnswer
+from gyre_base.keys import Keys
+from gyre_base.messages import Contribution, GradientSum, PullGradient, Refused
+from gyre_base.rundir import RunDir
+
+log = logging.getLogger(__name__)
+TURN_S = 2.0  # between two looks at the endpoint of a silent satellite
+
+
+class GradientExchange:
+    """The core's side."""
+
+    def __init__(self, run: RunDir, keys: Keys, cells: Sequence[str], *, size: int, patience_s: float) -> None:
+        self._run, self._size, self._patience_s = run, size, patience_s
+        self._clients = {cell: Client(run, keys, f"rank-{cell}") for cell in cells}
+
+    async def pull(self, batch: int, parts: Sequence[Contribution], own: BatchSum | None) -> list[Computed | None]:
+        """The sum of each contribution, in their order; None where it can't be had. The core's own has no client."""
+        return await asyncio.gather(*(self._one(batch, part, own) for part in parts))
+
+    async def _one(self, batch: int, part: Contribution, own: BatchSum | None) -> Computed | None:
+        try:
+            if part.cell in self._clients:
+                message = await self._ask(batch, part)
+            else:
+                message = own.message() if own is not None else Refused(why="this rank has no sum")
+            if isinstance(message, Refused):
+                raise ContributionDamaged(message.why)
+            return received(message, batch, part.ids, self._size)
+        except (NoAnswer, ContributionDamaged) as error:
+            log.error("the sum of %s for batch %d is lost: %s", part.cell, batch, error)
+            return None
+
+    async def _ask(self, batch: int, part: Contribution) -> GradientSum | Refused:
+        """Ask in short turns: a rank that was started again shows in its endpoint and needs no waiting out."""
+        question, deadline = PullGradient(batch=batch, life=part.life), time.monotonic() + self._patience_s
+        while time.monotonic() < deadline:
+            endpoint = self._run.endpoint(f"rank-{part.cell}")
+            if endpoint is None or endpoint.life != part.life:
+                return Refused(why=f"life {part.life} of {part.cell} is over")
+            try:
+                answer: GradientSum | Refused = await self._clients[part.cell].ask(question, timeout_s=TURN_S)
+                return answer
+            except NoAnswer:
+                continue
+        raise NoAnswer(f"rank-{part.cell} does not answer")
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()

@@ -1,0 +1,142 @@
+"""What a rank says while it works: answers to celld, to the core and to satellites, and its heartbeat to trajd.
+
+Owns the rank's server socket and the order epoch. Never computes. Invariant: a stop is answered only when no micro-step
+is in hand, a pull of the sum only when no commit is in doubt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+from celld.trainer.rank import Rank
+from gyre_base import messages as m
+from gyre_base.bus import Received, Server
+from gyre_base.daemon import HEARTBEAT_S
+
+log = logging.getLogger(__name__)
+
+
+class RankService:
+    """`serve` and `beat` run beside `Rank.work`; the first to fail sets `failed`."""
+
+    def __init__(self, rank: Rank, server: Server, number: int = 0) -> None:
+        self._rank, self._server, self._number = rank, server, number
+        self._epoch = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failed = asyncio.Event()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Beside everything else. Its failure ends the rank: no silent half-life."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("this rank ends", exc_info=task.exception())
+            self.failed.set()
+
+    async def serve(self) -> None:
+        """Each question in a task of its own: one that has to wait does not hold up the others."""
+        async for received in self._server:
+            self.spawn(self._answer(received))
+
+    async def _answer(self, received: Received) -> None:
+        reply = await self.reply(received.message)
+        await self._server.send(received.peer, reply, received.correlation)
+
+    async def reply(self, message: Any) -> Any:
+        rank = self._rank
+        match message:
+            case m.PullGradient():
+                return await self._gradient(message)
+            case m.PullWeights() if rank.core:
+                return rank.published.answer(message)
+            case m.StartTraining(epoch=epoch):
+                if self._is_new(epoch):
+                    rank.may_claim.set()
+                return self._state()
+            case m.StopTraining(epoch=epoch):
+                if self._is_new(epoch):
+                    rank.may_claim.clear()
+                    async with rank.busy:
+                        pass
+                return self._state()
+            case m.SaveCheckpoint() if rank.core:
+                return await self._save()
+            case m.StatusRequest():
+                return m.StatusReply(rows=(self._row(),))
+        return m.Refused(why=f"rank-{rank.cell} does not answer {getattr(message, 'TAG', message)!r}")
+
+    def _is_new(self, epoch: int) -> bool:
+        """An order of the same epoch is a repeat and harmless; an older one is late and void."""
+        newest, self._epoch = self._epoch, max(self._epoch, epoch)
+        return epoch >= newest
+
+    async def _gradient(self, question: m.PullGradient) -> m.GradientSum | m.Refused:
+        rank = self._rank
+        async with rank.committing:
+            held = rank.sum
+            if question.life != rank.life or held is None or held.batch != question.batch:
+                return m.Refused(why=f"{rank.cell} in life {rank.life} has no sum for batch {question.batch}")
+            return held.message()
+
+    async def _save(self) -> m.CheckpointSaved:
+        saved = await self._rank.save()
+        retired = m.BatchesRetired(below=self._rank.next_batch, version=saved.version)
+        self.spawn(self._tell_trajd(retired))
+        return saved
+
+    async def _tell_trajd(self, message: Any) -> None:
+        await self._rank.tell(self._rank.trajd, message)
+
+    def _state(self) -> m.RankState:
+        rank = self._rank
+        return m.RankState(
+            cell=rank.cell,
+            rank=self._number,
+            life=rank.life,
+            training=rank.may_claim.is_set(),
+            version=str(rank.version or ""),
+            epoch=self._epoch,
+        )
+
+    def _row(self) -> dict[str, Any]:
+        rank = self._rank
+        return {
+            "cell": rank.cell,
+            "rank": self._number,
+            "life": rank.life,
+            "role": "core" if rank.core else "satellite",
+            "training": rank.may_claim.is_set(),
+            "version": str(rank.version or ""),
+            "epoch": self._epoch,
+            "batch": rank.sum.batch if rank.sum else None,
+            "micro_steps_in_sum": len(rank.sum.ids) if rank.sum else 0,
+            "micro_steps": rank.progress,
+            "transport": rank.transport.name,
+        }
+
+    async def beat(self) -> None:
+        """trajd learns of our life from hello and of our end from silence. Once: a lost one is replaced by the next."""
+        rank = self._rank
+        hello = m.Hello(kind="rank", name=rank.cell, life=rank.life, pid=os.getpid())
+        await rank.trajd.send(hello)
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            while not rank.trajd.inbox.empty():
+                if isinstance(rank.trajd.inbox.get_nowait(), m.Welcome):  # trajd is new: introduce ourselves again
+                    await rank.trajd.send(hello)
+            beat = m.Heartbeat(kind="rank", name=rank.cell, life=rank.life, progress=rank.progress)
+            await rank.trajd.send(beat)
+
+    async def leave(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._rank.trajd.send(m.Goodbye(kind="rank", name=self._rank.cell, life=self._rank.life))

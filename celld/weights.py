@@ -1,0 +1,169 @@
+"""Versioned weight snapshots: flat fp32 tensors under Hugging Face names, their digest, and how they are fetched.
+
+Owns layout, digest and the directory that an engine loads. Never trains, never imports torch: the cell's agent uses it
+too. Invariant: a snapshot that leaves `Transport.pull` has the digest that its publisher computed; a directory that
+`write_hf` or `write_directory` made is whole, whatever dies in between. Everything is pulled: nobody writes into
+another cell.
+
+`Transport` is the seam for other ways to move the bytes; `SocketTransport` is the plain one, over the bus.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors.numpy import save as safetensors_bytes
+
+from gyre_base.bus import Client
+from gyre_base.keys import Keys
+from gyre_base.messages import PullWeights, Refused, WeightsSnapshot
+from gyre_base.rundir import RunDir
+
+Array = npt.NDArray[np.float32]
+Layout = tuple[tuple[str, tuple[int, ...]], ...]
+PULL_TRIES = 3  # a damaged answer is asked for again; three in a row are no accident
+
+
+class WeightsError(RuntimeError):
+    """No usable snapshot: refused, or damaged each time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The weights of one policy version; immutable."""
+
+    version: str
+    layout: Layout
+    digest: str
+    payload: bytes
+
+    @classmethod
+    def of(cls, version: str, tensors: Mapping[str, Array]) -> Snapshot:
+        """A copy of `tensors`, in their order."""
+        layout = tuple((name, tuple(int(n) for n in tensor.shape)) for name, tensor in tensors.items())
+        payload = b"".join(np.ascontiguousarray(tensor, dtype="<f4").tobytes() for tensor in tensors.values())
+        return cls(version, layout, digest(version, layout, payload), payload)
+
+    def tensors(self) -> dict[str, Array]:
+        """Read-only views by name."""
+        views, at = {}, 0
+        for name, shape in self.layout:
+            count = int(np.prod(shape, dtype=np.int64))
+            views[name] = np.frombuffer(self.payload, dtype="<f4", count=count, offset=at).reshape(shape)
+            at += 4 * count
+        return views
+
+    def is_whole(self) -> bool:
+        return digest(self.version, self.layout, self.payload) == self.digest
+
+    def write_hf(self, directory: str | Path, config: dict[str, Any]) -> Path:
+        """A Hugging Face directory for an engine, whole or not there. One that is there already is left alone."""
+        target = Path(directory)
+        if not target.is_dir():
+            try:
+                write_directory(target, hf_files(self.tensors(), config))
+            except OSError:
+                if not target.is_dir():  # else another cell on the same file system was first with the same bytes
+                    raise
+        return target
+
+
+class Transport(Protocol):
+    """How a cell gets the core's weights."""
+
+    async def pull(self, have: str, timeout_s: float) -> Snapshot | None:
+        """The newest snapshot, or None if `have` is it. Raises WeightsError or bus.NoAnswer."""
+
+
+class SocketTransport:
+    """Over the bus, in one message. Every pull carries the digest and is checked."""
+
+    name = "socket"
+
+    def __init__(self, run: RunDir, keys: Keys, source: str) -> None:
+        self._client = Client(run, keys, source)
+
+    async def pull(self, have: str, timeout_s: float) -> Snapshot | None:
+        for _ in range(PULL_TRIES):
+            answer = await self._client.ask(PullWeights(have=have), timeout_s=timeout_s, again_every_s=timeout_s / 3)
+            if isinstance(answer, Refused):
+                raise WeightsError(f"{self._client.server} gives no weights: {answer.why}")
+            if answer.version == have and not answer.payload:
+                return None
+            snapshot = Snapshot(answer.version, answer.layout, answer.digest, answer.payload)
+            if snapshot.is_whole():
+                return snapshot
+        raise WeightsError(f"the weights of {self._client.server} arrived damaged {PULL_TRIES} times")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Published:
+    """The snapshot that a core offers; what `SocketTransport` asks."""
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+
+    def answer(self, question: PullWeights) -> WeightsSnapshot | Refused:
+        held = self.snapshot
+        if held is None:
+            return Refused(why="no version is published yet")
+        payload = b"" if question.have == held.version else held.payload
+        return WeightsSnapshot(version=held.version, layout=held.layout, digest=held.digest, payload=payload)
+
+
+def digest(version: str, layout: Layout, payload: bytes) -> str:
+    """xxh3-128 (hex) over version, layout and bytes: bytes under another version's name are damage too."""
+    state = xxhash.xxh3_128(msgspec.msgpack.encode([version, layout]))
+    state.update(payload)
+    return state.hexdigest()
+
+
+def hf_files(tensors: Mapping[str, Array], config: dict[str, Any]) -> dict[str, bytes]:
+    """config.json and model.safetensors as bytes."""
+    body = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    return {
+        "config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
+        "model.safetensors": safetensors_bytes(body, metadata={"format": "pt"}),
+    }
+
+
+def write_directory(target: Path, files: Mapping[str, bytes], *, replace: bool = False) -> None:
+    """All of `files` under `target`, durable, or no `target`. Raises OSError, also if it exists and `replace` is
+    off."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary.mkdir(parents=True)
+    try:
+        for name, content in files.items():
+            with open(temporary / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        _sync(temporary)
+        if replace:
+            shutil.rmtree(target, ignore_errors=True)
+        os.replace(temporary, target)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(target.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
