@@ -114,6 +114,7 @@ class Server:
             (post, "/update_weights_from_disk", self.update_weights, True),
             (post, "/update_weight_version", self.update_version, True),
             (both, "/weights_checker", self.weights_checker, True),
+            (both, "/slow_down", self.slow_down, True),
         ]
         for methods, path, handler, admin in routes:
             for method in methods:
@@ -308,6 +309,14 @@ class Server:
         except Refused as error:
             return reply({"success": False, "message": str(error)}, 400)
         return reply({"success": True, "message": "Success.", "ranks": [{"checksums": checksums}]})
+
+    async def slow_down(self, http: web.Request) -> web.Response:
+        """Sleep so many seconds before every step; null or 0 ends it. For tests."""
+        sleep_s = (await _json_object(http)).get("forward_sleep_time") or 0.0
+        if not isinstance(sleep_s, int | float) or not 0 <= sleep_s <= 10:
+            raise BadRequest("forward_sleep_time must be a number of seconds up to 10")
+        await self.engine.ask(lambda: self.engine.slow_down(float(sleep_s)))
+        return reply(None)
 
     # -- information --------------------------------------------------------------------------------------------
 

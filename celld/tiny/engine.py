@@ -87,6 +87,7 @@ class Engine:
         self._held: deque[Request] = deque()  # came while something waits at the barrier
         self._wake = threading.Event()
         self._stopping = False
+        self._sleep_s = 0.0
         self._counters = Counters()
         self._window = (0.0, 0, 0.0)  # busy_s and tokens at the window's start, throughput of the last full window
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -217,6 +218,10 @@ class Engine:
             raise Refused("a weight update is already open" if opens else "no weight update is open")
         self._updating = opens
 
+    def slow_down(self, sleep_s: float) -> None:
+        """Sleep before every step: a test aid of the real engine."""
+        self._sleep_s = sleep_s
+
     def checksums(self) -> dict[str, str]:
         """A digest per tensor of the weights that are served."""
         if self._runner.weights is None:
@@ -272,6 +277,8 @@ class Engine:
 
     def _step(self) -> bool:
         """One forward pass; False when there is nothing to do."""
+        if self._sleep_s:
+            time.sleep(self._sleep_s)
         started = time.perf_counter()
         plan = self._scheduler.plan()
         if plan is None:

@@ -20,6 +20,8 @@ from celld.tiny.network import Batch, Network, Pool, PrefillRow
 from celld.tiny.sampling import Sampler
 from celld.tiny.scheduler import Plan, Request
 
+SOLO_OVERHEAD = 400  # key positions of one row that cost as much as one more attention call
+
 
 class WeightsError(ValueError):
     """A directory that can't become this engine's weights; nothing was changed."""
@@ -156,7 +158,8 @@ def _batch(plan: Plan) -> Batch:
     ids = [request.tokens[-1] for request in plan.decode]
     positions = [request.filled for request in plan.decode]
     rows = list(range(len(plan.decode)))
-    longest = max(positions, default=-1) + 1
+    alone, longest = solo_rows([position + 1 for position in positions])
+    solo = [PrefillRow(row, row, row + 1, positions[row]) for row in alone]
     prefill = []
     for chunk in plan.prefill:
         begin = len(ids)
@@ -164,7 +167,26 @@ def _batch(plan: Plan) -> Batch:
         positions += range(chunk.start, chunk.stop)
         rows += [chunk.request.row] * (chunk.stop - chunk.start)
         prefill.append(PrefillRow(chunk.request.row, begin, len(ids), chunk.start))
-    return Batch(torch.tensor(ids), torch.tensor(positions), torch.tensor(rows), len(plan.decode), longest, prefill)
+    return Batch(
+        torch.tensor(ids), torch.tensor(positions), torch.tensor(rows), len(plan.decode), longest, solo, prefill
+    )
+
+
+def solo_rows(lengths: list[int]) -> tuple[list[int], int]:
+    """Which decode rows had better attend alone, and the longest of the others.
+
+    Rows that attend together all cost as much as the longest of them; one that attends alone costs its own length and
+    an operation's overhead, here in key positions.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    best, solo, apart = len(lengths) * max(lengths, default=0), 0, 0
+    for count, row in enumerate(order[:-1], 1):
+        apart += SOLO_OVERHEAD + lengths[row]
+        if apart >= best:
+            break
+        if (cost := apart + len(lengths) * lengths[order[count]]) < best:
+            best, solo = cost, count
+    return order[:solo], lengths[order[solo]] if lengths else 0
 
 
 def _last_tokens(plan: Plan) -> Tensor:
