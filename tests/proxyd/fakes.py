@@ -156,15 +156,21 @@ class FakeCellctl:
         self.hellos: list[m.Hello] = []
         self.heard: list[Any] = []
         self.table = 0
-        self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._lives: list[tuple[Server, asyncio.Task[None]]] = []
 
     async def start(self) -> FakeCellctl:
         life = self.run.next_life("cellctl")
         self.server = Server(self.run, self.keys, kind="cellctl", name="cellctl", life=life, bind="127.0.0.1")
         self.server.start()
-        self._task = asyncio.get_running_loop().create_task(self._listen(life))
+        task = asyncio.get_running_loop().create_task(self._listen(life))
+        self._lives.append((self.server, task))
         return self
+
+    async def restart(self) -> None:
+        """The old life is deaf from now on and the endpoint names a new one."""
+        self._lives[-1][1].cancel()
+        self.peer = b""
+        await self.start()
 
     async def _listen(self, life: int) -> None:
         assert self.server is not None
@@ -179,7 +185,6 @@ class FakeCellctl:
             await self.server.send(received.peer, m.Welcome(life=life), received.correlation)
         elif not isinstance(received.message, m.Heartbeat):
             self.heard.append(received.message)
-        self._news.set()
 
     async def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> Any:
         """Wait until the condition holds."""
@@ -209,12 +214,11 @@ class FakeCellctl:
         return [h for h in self.heard if isinstance(h, kind)]
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        for server, task in self._lives:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        if self.server is not None:
-            self.server.close()
+                await task
+            server.close()
 
 
 class World:

@@ -254,9 +254,8 @@ async def test_a_new_cellctl_is_greeted_and_views_answer(tmp_path: Path, tokeniz
         await world.cellctl.open("e1")
         await world.cellctl.serve(engine)
         await world.chat_call("e1", [TASK], "c1")
-        await world.cellctl.stop()
-        await world.cellctl.start()
-        await world.cellctl.until(lambda: len(world.cellctl.hellos) == 2)
+        await world.cellctl.restart()
+        await world.cellctl.until(lambda: len(world.cellctl.hellos) >= 2)
         assert world.cellctl.hellos[-1].holds == ("e1",)
         client = Client(world.run, world.keys, "proxyd")
         views = {}
