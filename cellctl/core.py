@@ -431,7 +431,10 @@ class Scheduler:
         if self.version.step >= self.burst_end or self.policy.name == "async":
             self.boundary = self.version
         if not self.frozen:
-            self._next_phase(now)
+            before = ""
+            while before != self.phase:
+                before = self.phase
+                self._next_phase(now)
             if self.phase == "training":
                 self._train(now)
         self._update_one_engine(now)

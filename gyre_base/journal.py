@@ -47,10 +47,10 @@ class Journal:
 
 
 def command_json(command: Any) -> dict[str, Any]:
-    """A command as journals and replays compare it: an addressed message carries `to`, an answer `to: asker`."""
+    """A command as journals and replays compare it: an addressed message carries `peer`, an answer `peer: asker`."""
     if hasattr(command, "TAG"):
         return wire.to_json(command)
-    return {"to": getattr(command, "to", "asker"), **wire.to_json(command.message)}
+    return {"peer": getattr(command, "to", "asker"), **wire.to_json(command.message)}
 
 
 def mend_tail(path: Path) -> int:

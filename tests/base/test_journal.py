@@ -44,4 +44,4 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path):
 def test_commands_carry_their_address(tmp_path):
     path = tmp_path / "j.jsonl"
     write(path, 1)
-    assert entries(path)[0].commands == [{"to": "a:b", "tag": "done", "note": "0"}]
+    assert entries(path)[0].commands == [{"peer": "a:b", "tag": "done", "note": "0"}]

@@ -236,3 +236,19 @@ class World:
 
 def training_level(core: Scheduler) -> int:
     return core.ledger.level(Purpose.TRAIN)
+
+
+def main() -> None:
+    """One run with faults, told on stdout: `make sim SEED=7`."""
+    import sys
+
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    world = World(seed, policy="elastic", faults=True, steps_per_burst=2, slots_per_cell=12).run()
+    for at, event in world.events:
+        if isinstance(event, (PeerLost, m.StepDone, m.RoleChanged)):
+            print(f"{at:10.3f} {event}")
+    print(f"seed {seed}: done at {world.now:.1f} s, version {world.core.version}, retries {world.core.ledger.retries}")
+
+
+if __name__ == "__main__":
+    main()
