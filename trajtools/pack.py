@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gyre_base.microstep import ROOT, CallRange, PackedExecution, PackedPath, VersionSpan, chain, context_mismatches
 from gyre_base.runfile import Ids, Logprobs
 from trajtools.choose import Choice, runs
-from trajtools.forest import NOBODY, Segment
+from trajtools.forest import NOBODY, Mark, Segment
 
 __all__ = ["FlatSample", "context_mismatches", "flatten", "micro_steps", "owned_ranges", "pack"]
 
@@ -164,32 +164,43 @@ class _Plan:
         )
 
     def completions(self, owner: NDArray[np.int32]) -> tuple[tuple[CallRange, ...], tuple[VersionSpan, ...]]:
-        """For each call that owns tokens here: where its completion lies, and under which versions it was sampled."""
+        """For each call that owns tokens here: where its completion lies, and which version sampled what it owns."""
         calls: list[CallRange] = []
         versions: list[VersionSpan] = []
         for order in np.unique(owner[owner != NOBODY]).tolist():
             mark = self._choice.marks[order]
-            places = [
-                (self._place[segment] + start, min(end, self._used[segment]) - start, offset)
-                for segment, start, end, offset in mark.pieces()
-                if segment in self._place and start < self._used[segment]
-            ]
-            first, length, _ = min(places, key=lambda p: p[2])
-            calls.append(
-                CallRange(
-                    call=mark.id,
-                    start=first,
-                    end=first + length,
-                    prompt_length=mark.prompt_tokens,
-                    prompt_digest=mark.context,
-                )
-            )
+            places = self._places(mark)
+            calls.append(_call_range(mark, places))
             for place, size, offset in places:
-                for span in mark.call.spans:
-                    start, end = max(span.start, offset) - offset, min(span.end, offset + size) - offset
-                    if start < end:
-                        versions.append(VersionSpan(start=place + start, end=place + end, version=span.policy))
+                mine = runs(owner[place : place + size] == order)
+                versions.extend(_versions(mark, place, offset, mine))
         return tuple(sorted(calls, key=lambda c: c.start)), tuple(sorted(versions, key=lambda v: v.start))
+
+    def _places(self, mark: Mark) -> list[tuple[int, int, int]]:
+        """(packed index, tokens, offset in the completion) of the parts of a completion on kept paths, in order."""
+        return [
+            (self._place[segment] + start, min(end, self._used[segment]) - start, offset)
+            for segment, start, end, offset in reversed(list(mark.pieces()))
+            if segment in self._place and start < self._used[segment]
+        ]
+
+
+def _call_range(mark: Mark, places: Sequence[tuple[int, int, int]]) -> CallRange:
+    """From the first token of the completion as far as it lies in one run."""
+    start = end = places[0][0]
+    for place, size, _ in places:
+        if place == end:
+            end += size
+    return CallRange(call=mark.id, start=start, end=end, prompt_length=mark.prompt_tokens, prompt_digest=mark.context)
+
+
+def _versions(mark: Mark, place: int, offset: int, mine: Iterable[tuple[int, int]]) -> Iterator[VersionSpan]:
+    """The version spans of one part, cut to the runs of tokens that the call owns there."""
+    for first, last in mine:
+        for span in mark.call.spans:
+            start, end = max(span.start - offset, first), min(span.end - offset, last)
+            if start < end:
+                yield VersionSpan(start=place + start, end=place + end, version=span.policy)
 
 
 def _joined(parts: Iterable[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

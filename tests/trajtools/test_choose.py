@@ -214,3 +214,12 @@ def test_turns_kept_after_a_compaction_are_context_there_and_owned_where_they_we
     choice = choose(story.forest())
     assert [(t.id, t.new_tokens) for t in choice.kept] == [("c3", 3), ("c2", 4)]
     assert sorted(choice.owned_ranges) == [("c0", 0, 2), ("c1", 0, 2), ("c2", 0, 2), ("c3", 0, 1)]
+
+
+def test_of_two_calls_that_end_in_the_same_place_the_earliest_names_the_leaf_and_owns_the_tokens():
+    story = Story()
+    story.say([1, 2], [3, 4], agent="s2")
+    story.say([1, 2], [3, 4], agent="s1")
+    choice = choose(story.forest())
+    assert [t.id for t in choice.kept] == ["c0"]
+    assert choice.dropped == {"duplicate": 2}

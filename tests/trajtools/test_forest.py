@@ -98,8 +98,8 @@ def test_a_call_seen_after_the_prompt_that_contains_it_still_sampled_its_tokens(
 
 
 def test_a_token_sampled_twice_belongs_to_the_earliest_commit_that_can_train_it():
-    early = make_call("a", [1], [2, 3, 4], logprobs=[np.nan, -1, -1], t1=1.0)
-    late = make_call("b", [1], [2, 3, 5], logprobs=[-2, -2, -2], t1=2.0)
+    early = make_call("z", [1], [2, 3, 4], logprobs=[np.nan, -1, -1], t1=1.0)
+    late = make_call("a", [1], [2, 3, 5], logprobs=[-2, -2, -2], t1=2.0)
     forest = forest_of(late, early)
     painted = paint(forest.marks())
     shared = next(s for s in forest.segments() if len(s) == 3)
@@ -238,3 +238,21 @@ def test_a_call_beside_the_conversation_is_a_side_call_and_breaks_nothing():
     story.say([1, 50], [51], purpose="aux")
     story.say([*text, 6], [7])
     assert kinds(story) == [("side", "c1", "c0")]
+
+
+def test_a_history_that_a_sub_agent_took_over_is_still_the_main_agents_own():
+    story = Story()
+    text = story.say([1, 2], [3, 4])
+    story.say([*text, 30], [31], agent="s1")
+    story.say([*text, 6], [7])
+    assert kinds(story) == []
+    assert analyse(story.forest()).links["c2"].mark.id == "c0"
+
+
+def test_of_equal_histories_an_agent_continues_its_own():
+    story = Story()
+    text = story.say([1, 2], [3, 4], agent="s1")
+    story.say([1, 2], [3, 4], agent="s2")
+    story.say([*text, 5], [6], agent="s1")
+    links = analyse(story.forest()).links
+    assert (links["c2"].mark.id, links["c2"].shared) == ("c0", 4)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trajbuild import Story, forest_of, random_execution
 
 from gyre_base.microstep import MicroStep
+from gyre_base.runfile import Span
 from gyre_base.vocabulary import Outcome
 from trajtools.choose import Rules, choose
 from trajtools.pack import context_mismatches, flatten, micro_steps, owned_ranges, pack
@@ -141,13 +142,39 @@ def test_a_packed_tree_by_hand():
 
 
 def test_version_spans_follow_their_tokens_into_the_packed_order():
-    from gyre_base.runfile import Span
-
     story = Story()
     text = story.say([1, 2], [3, 4, 5], spans=(Span("0.1", 0, 1), Span("0.2", 1, 3)))
     story.say([*text, 6], [7], spans=(Span("1.3", 0, 1),))
     packed = pack(choose(story.forest()))
     assert [(v.start, v.end, v.version) for v in packed.versions] == [(2, 3, "0.1"), (3, 5, "0.2"), (6, 7, "1.3")]
+
+
+@given(seed=seeds, rules=rules)
+@settings(max_examples=60, deadline=None)
+def test_every_owned_token_has_the_version_that_sampled_it(seed, rules):
+    calls, choice, packed = packed_execution(seed, rules)
+    by_id = {call.call: call for call in calls}
+    expected, found = Counter(), Counter()
+    for name, start, end in choice.owned_ranges:
+        for span in by_id[name].spans:
+            expected[span.policy] += max(0, min(end, span.end) - max(start, span.start))
+    owners = {c.call: c for c in packed.calls}
+    assert set(owners) == {name for name, _, _ in choice.owned_ranges}
+    for span in packed.versions:
+        found[span.version] += int(packed.owned[span.start : span.end].sum())
+    assert +found == +expected
+    assert all(a.end <= b.start for a, b in zip(packed.versions, packed.versions[1:], strict=False))
+
+
+def test_version_spans_of_a_completion_that_forks_inside():
+    story = Story()
+    story.say([1, 2], [3, 4, 5, 6], spans=(Span("0.1", 0, 3), Span("0.2", 3, 4)))
+    story.say([1, 2, 3, 9, 9], [7], spans=(Span("0.3", 0, 1),))
+    packed = pack(choose(story.forest(), Rules(stubs="attach")))
+    assert packed.tokens.tolist() == [1, 2, 3, 9, 9, 7, 4, 5, 6]
+    spans = [(v.start, v.end, v.version) for v in packed.versions]
+    assert spans == [(2, 3, "0.1"), (5, 6, "0.3"), (6, 8, "0.1"), (8, 9, "0.2")]
+    assert context_mismatches(packed) == 0
 
 
 def test_micro_steps_keep_executions_whole_and_within_the_budget():
