@@ -104,6 +104,8 @@ def load(
                 on_bytes(recording.size + located.end)
         recording.conflicts.extend(reader.report.conflicts)
         recording.size += reader.offset
+    for execution in recording.executions.values():
+        _relabel(execution)
     return recording
 
 
@@ -142,6 +144,15 @@ def _lines(execution: Execution, writer: CallWriter) -> Iterator[bytes]:
         yield writer.call(call, base=base, keep=keep)
     yield from (encode(r) for r in execution.others if isinstance(r, closing))
     writer.forget(execution.id)
+
+
+def _relabel(execution: Execution) -> None:
+    """proxyd learns from later calls what an earlier one was (a compaction, a side call) and says so in a note."""
+    for note in execution.others:
+        if isinstance(note, Note) and note.text == "relabel" and str(note.extra.get("call")) in execution.forest:
+            mark = execution.forest[str(note.extra["call"])]
+            words = {k: str(v) for k in ("purpose", "label") if (v := note.extra.get(k))}
+            mark.call = dataclasses.replace(mark.call, **words)
 
 
 def _parts(source: Source) -> list[tuple[str, Source]]:

@@ -250,3 +250,16 @@ def test_an_unknown_format_is_refused_with_what_was_seen(text, tmp_path):
     with pytest.raises(UnknownFormat, match="nemo-gym"):
         trajtools.convert(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_later_note_that_relabels_a_call_is_obeyed(tmp_path):
+    story = Story()
+    text = story.say([1, 2, 3], [10, 11])
+    story.say([*text, 8], [50, 51])
+    story.say([1, 2, 50, 51], [15])
+    note = {"call": "c1", "purpose": "summary", "label": "main-summary"}
+    lines = [encode(Note(text="relabel", exec="e", extra=note)), *map(encode, story.calls)]  # before or after the call
+    report = dedup(io.BytesIO(b"".join(lines)), tmp_path / "slim")
+    assert report.owned_by_class == {"main": 1, "main-summary": 4}
+    assert [b.kind for b in report.breaks] == ["compaction"]
+    assert dedup(tmp_path / "slim").owned_by_class == report.owned_by_class
