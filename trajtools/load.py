@@ -151,8 +151,8 @@ def _relabel(execution: Execution) -> None:
     for note in execution.others:
         if isinstance(note, Note) and note.text == "relabel" and str(note.extra.get("call")) in execution.forest:
             mark = execution.forest[str(note.extra["call"])]
-            words = {k: str(v) for k in ("purpose", "label") if (v := note.extra.get(k))}
-            mark.call = dataclasses.replace(mark.call, **words)
+            purpose, label = (str(note.extra.get(k) or getattr(mark.call, k)) for k in ("purpose", "label"))
+            mark.call = dataclasses.replace(mark.call, purpose=purpose, label=label)
 
 
 def _parts(source: Source) -> list[tuple[str, Source]]:
