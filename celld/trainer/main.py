@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from celld.trainer.rank import Rank
 
 log = logging.getLogger(__name__)
-LEAVE_S = 20.0  # how long a stop waits for the micro-step in hand; Slurm's grace is longer
+LEAVE_S = 6.0  # how long a stop waits for the micro-step in hand; celld kills after 10 s
 
 
 async def run_rank(run_dir: str, cell: str, core: bool, rank: int = 0) -> None:

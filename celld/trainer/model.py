@@ -122,6 +122,16 @@ class Policy:
                 if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
                     dist.all_reduce(parameter.grad, group=mpu.get_tensor_model_parallel_group())
 
+    def gradient_norm(self) -> float:
+        """Of the whole gradient: parts of other ranks count, copies count once."""
+        if self.tp == 1:
+            return float(self.gradient.norm())
+        split = [p.grad for name, p in self.parameters.items() if name.endswith(_SPLIT)]
+        whole = [p.grad for name, p in self.parameters.items() if not name.endswith(_SPLIT)]
+        squares = torch.stack([g.square().sum() for g in split if g is not None]).sum()
+        dist.all_reduce(squares, group=mpu.get_tensor_model_parallel_group())
+        return float((squares + sum(g.square().sum() for g in whole if g is not None)).sqrt())
+
     def zero_gradient(self) -> None:
         self.gradient.zero_()
 
@@ -264,6 +274,7 @@ _PLAIN = {
 _QKV, _GATE_UP = "self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"
 _SPLIT_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _SPLIT_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight")
+_SPLIT = (*_SPLIT_COLUMNS, *_SPLIT_ROWS, _GATE_UP)
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -311,7 +322,7 @@ def _shard(name: str, whole: Tensor, tp: int, rank: int) -> Tensor:
 
 
 def _unshard(name: str, part: Tensor, tp: int) -> Tensor:
-    if tp == 1 or not name.endswith((*_SPLIT_COLUMNS, *_SPLIT_ROWS, _GATE_UP)):
+    if tp == 1 or not name.endswith(_SPLIT):
         return part
     parts = [torch.empty_like(part) for _ in range(tp)]
     dist.all_gather(parts, part.contiguous(), group=mpu.get_tensor_model_parallel_group())

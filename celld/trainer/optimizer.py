@@ -46,7 +46,7 @@ class AdamW:
         A gradient that is not finite changes nothing but the count: one bad number must not end a run of days.
         """
         gradient = self._policy.gradient
-        norm = float(gradient.norm())
+        norm = self._policy.gradient_norm()
         self.steps += 1
         if not math.isfinite(norm):
             return norm

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +42,9 @@ class World:
     def start(self, cell: str) -> None:
         command = [sys.executable, "-m", "celld.trainer.main", "--run", str(self.run.root), "--cell", cell]
         core = ["--core"] if cell == "c0" else []
-        self.processes[cell] = subprocess.Popen([*command, *core], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.processes[cell] = subprocess.Popen(
+            [*command, *core], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2]
+        )
 
     def kill(self, cell: str, how: int = signal.SIGKILL) -> int:
         self.processes[cell].send_signal(how)
