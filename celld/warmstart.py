@@ -6,7 +6,7 @@ so what it writes stands at its validation plateau, or says that the step limit 
 thread count give the same weights.
 
 Input: JSON lines {"ids": [int, ...], "mask": [0 or 1, ...]}; a token is learned where mask is 1.
-Output: config.json, model.safetensors, tokenizer files if given, warmstart.json (figures). Progress: JSON lines on stderr.
+Output: config.json, model.safetensors, tokenizer files if given, warmstart.json (figures). Progress goes to stderr.
 
     python -m celld.warmstart --train T.jsonl --validation V.jsonl --out DIR [--tokenizer DIR] [--seed 7] [--threads 2]
 """

@@ -1,4 +1,4 @@
-"""A small Qwen3-shaped decoder in plain torch: the policy of the quickstart and the reference for its trainer and engine.
+"""A small Qwen3-shaped decoder in plain torch: the quickstart's policy, and the reference for its trainer and engine.
 
 Owns the forward pass over whole sequences and the Hugging Face directory layout (config.json + model.safetensors).
 Never samples, never keeps a KV cache, never trains: those read this module's weights through its small methods.
@@ -35,7 +35,9 @@ class TinyConfig:
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    initializer_range: float = 0.06  # at 0.02 tied embeddings of this size take three times as long to leave uniform guesses
+    initializer_range: float = (
+        0.06  # at 0.02 tied embeddings of this size take three times as long to leave uniform guesses
+    )
     eos_token_id: int | None = None
     pad_token_id: int | None = None
 

@@ -1,11 +1,13 @@
+# ruff: noqa: PTH118, PTH208
 """A small coding agent for any OpenAI-compatible server. Standard library only; run as `python -I -S harness.py TASK`.
 
 It works in the current directory and knows a base URL, a key and a model name, nothing else. One agent reads and
 writes files through tools, may hand a part to a sub-agent, and compacts its history when that grows over a budget.
 The agent itself (`agent`) is a generator that yields requests and receives replies, so it does no network IO;
-`Client` sends them. Imports stay few on purpose: thousands of short processes run in one evening.
+`Client` sends them. Thousands of these processes run in minutes and most of a short process is its imports, so only
+the C halves of `json` and `socket` are loaded where the interpreter has them.
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=... OPENAI_MODEL=... python -I -S harness.py "Write f1.py ..."
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=... python -I -S harness.py "Write m1.py from m1.md."
 
 Environment: OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL; HARNESS_CONTEXT_BUDGET (tokens, default 6000),
 HARNESS_MAX_TOKENS (per answer, default 96), HARNESS_MAX_TURNS (default 12), HARNESS_RETRIES (default 8),
@@ -13,11 +15,17 @@ HARNESS_TIMEOUT_S (silence on the line, default 600), HARNESS_TRANSCRIPT (a path
 Exit codes: 0 the agent ended, 1 the server could not be reached or refused, 2 bad usage.
 """
 
-import json
 import os
-import socket
 import sys
 import time
+
+try:
+    import _socket as socket
+    from _json import encode_basestring_ascii, make_scanner
+except ImportError:  # another Python implementation: the public modules do the same
+    import socket
+    from json.encoder import encode_basestring_ascii
+    from json.scanner import make_scanner
 
 MAIN_SYSTEM = "You write Python modules from their specifications."
 SUB_SYSTEM = "You are a sub-agent. You write one Python module."
@@ -34,10 +42,48 @@ SUB_TOOLS = [
     _tool("read_file", "Read a file.", "path"),
     _tool("write_file", "Write a file.", "path", "content"),
 ]
-MAIN_TOOLS = SUB_TOOLS + [
+MAIN_TOOLS = [
+    *SUB_TOOLS,
     _tool("run_tests", "Check that the modules compile."),
     _tool("task", "Give a task to a sub-agent.", "prompt"),
 ]
+
+
+class _Plain:
+    """What the JSON scanner wants to know: nothing special."""
+
+    strict, memo = True, {}
+    object_hook = object_pairs_hook = parse_array = None
+    parse_float, parse_int, parse_constant = float, int, float
+
+
+_scan = make_scanner(_Plain)
+
+
+def parse_json(text):
+    """The value of a JSON text; ValueError when it is not one."""
+    text = text.strip()
+    try:
+        value, end = _scan(text, 0)
+    except (StopIteration, RecursionError):
+        raise ValueError("not JSON") from None
+    if end != len(text):
+        raise ValueError("more than one JSON value")
+    return value
+
+
+def to_json(value):
+    """JSON text of None, booleans, numbers, strings, lists and dicts with string keys."""
+    if isinstance(value, str):
+        return encode_basestring_ascii(value)
+    if value is None or value is True or value is False:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        pairs = [encode_basestring_ascii(key) + ": " + to_json(item) for key, item in value.items()]
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(to_json, value)) + "]"
+    return repr(value)
 
 
 class ToolError(Exception):
@@ -84,7 +130,7 @@ class Limits:
 
 
 def agent(instruction, workspace, limits, label="main"):
-    """Work on `instruction`. Yields (label, messages, tools); is sent (assistant message, total tokens); returns text."""
+    """Work on `instruction`: yields (label, messages, tools), is sent (answer, total tokens), returns a text."""
     tools = MAIN_TOOLS if label == "main" else SUB_TOOLS
     messages = opening(label, instruction)
     subagents = 0
@@ -114,7 +160,7 @@ def opening(label, instruction):
 
 def compact(label, instruction, messages, tools):
     """Replace the history by one line of the model's own; yields the request for it."""
-    message, _ = yield label + "-summary", messages + [{"role": "user", "content": SUMMARISE}], tools
+    message, _ = yield label + "-summary", [*messages, {"role": "user", "content": SUMMARISE}], tools
     summary = (message.get("content") or "").strip()
     return opening(label, instruction + "\n\nSo far: " + summary)
 
@@ -151,7 +197,7 @@ def use_tool(call, workspace, tools):
 def arguments_of(call, required):
     """The call's arguments as a dict of texts."""
     try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
+        arguments = parse_json(call["function"]["arguments"] or "{}")
     except ValueError:
         raise ToolError("arguments are not valid JSON") from None
     if not isinstance(arguments, dict):
@@ -173,6 +219,9 @@ def check_modules(workspace):
     return "\n".join(problems) or "ok"
 
 
+READ_BYTES, MAX_LINE_BYTES, MAX_HEADERS = 65536, 65536, 100
+
+
 class Retry(Exception):
     """The request may be sent again: connection lost, server busy, or a stream that broke."""
 
@@ -185,19 +234,34 @@ class Connection:
     """One HTTP/1.1 keep-alive connection; reads bodies with a length, chunked, or until the end."""
 
     def __init__(self, host, port, timeout_s):
-        self.socket = socket.create_connection((host, port), timeout=timeout_s)
+        family, kind, protocol, _, address = socket.getaddrinfo(host.encode(), port, 0, socket.SOCK_STREAM)[0]
+        self.socket = socket.socket(family, kind, protocol)
+        self.socket.settimeout(timeout_s)
+        self.socket.connect(address)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.reader = self.socket.makefile("rb")
+        self.buffer = b""
 
     def close(self):
-        self.reader.close()
         self.socket.close()
 
     def line(self):
-        line = self.reader.readline(65536)
-        if not line.endswith(b"\n"):
-            raise Retry("connection closed")
-        return line.rstrip(b"\r\n")
+        """The next line without its end."""
+        while b"\n" not in self.buffer:
+            if len(self.buffer) > MAX_LINE_BYTES:
+                raise Retry("line too long")
+            more = self.socket.recv(READ_BYTES)
+            if not more:
+                raise Retry("connection closed")
+            self.buffer += more
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return line.rstrip(b"\r")
+
+    def some(self, most):
+        """At least one byte and at most `most`, or b"" when the other side has closed."""
+        if not self.buffer:
+            self.buffer = self.socket.recv(READ_BYTES)
+        piece, self.buffer = self.buffer[:most], self.buffer[most:]
+        return piece
 
     def post(self, path, headers, body):
         """Send one request; returns (status, headers, iterator over the body's bytes)."""
@@ -209,6 +273,8 @@ class Connection:
             raise Retry("not an HTTP answer")
         fields = {}
         while line := self.line():
+            if len(fields) > MAX_HEADERS:
+                raise Retry("too many headers")
             name, _, value = line.decode("latin-1").partition(":")
             fields[name.strip().lower()] = value.strip()
         return int(status[1]), fields, self.body(fields)
@@ -218,11 +284,11 @@ class Connection:
             return self.chunks()
         if "content-length" in fields:
             return self.exactly(int(fields["content-length"]))
-        return iter(lambda: self.reader.read1(65536), b"")
+        return iter(lambda: self.some(READ_BYTES), b"")
 
     def exactly(self, size):
         while size:
-            piece = self.reader.read1(min(size, 65536))
+            piece = self.some(size)
             if not piece:
                 raise Retry("body cut short")
             size -= len(piece)
@@ -235,8 +301,7 @@ class Connection:
             except ValueError:
                 raise Retry("bad chunk") from None
             if size == 0:
-                while self.line():
-                    pass
+                self.line()  # no trailers are asked for, so the empty line follows
                 return
             yield from self.exactly(size)
             self.line()
@@ -268,7 +333,7 @@ class Client:
         """One answer: (assistant message, total tokens of prompt and answer)."""
         request = {"model": self.model, "messages": messages, "tools": tools, "max_tokens": self.max_tokens}
         request.update(stream=True, stream_options={"include_usage": True})
-        body = json.dumps(request).encode()
+        body = to_json(request).encode()
         for attempt in range(self.retries + 1):
             try:
                 return self.attempt(body)
@@ -320,11 +385,11 @@ def assemble(stream):
     content, calls, tokens, finish = [], {}, 0, None
     for data in stream:
         try:
-            chunk = json.loads(data)
+            chunk = parse_json(data.decode())
         except ValueError:
             raise Retry("bad event") from None
         if "error" in chunk:
-            raise Retry("error in the stream: " + json.dumps(chunk["error"])[:200])
+            raise Retry("error in the stream: " + to_json(chunk["error"])[:200])
         if chunk.get("usage"):
             tokens = chunk["usage"].get("total_tokens", 0)
         for choice in chunk.get("choices") or []:
@@ -393,7 +458,7 @@ def main():
         print("harness: " + problem, file=sys.stderr)
     if transcript:
         with open(transcript, "w", encoding="utf-8") as file:
-            json.dump({"calls": record, "final": final, "error": problem, "retries": retried}, file)
+            file.write(to_json({"calls": record, "final": final, "error": problem, "retries": retried}) + "\n")
     return 0 if problem is None else 1
 
 

@@ -1,8 +1,9 @@
 """Write the shipped tasks: "write these modules from their specifications", with hidden tests. Standard library only.
 
-Each module has two functions. A function is a chain of two string operations (`s.strip()[::-1]`); its specification names them in order, in words.
-Functions are compared by what they compute: all chains with the same behaviour form one class, and a class is either
-for training or held out, never both. So no held-out function, under any spelling, is seen in the warm start or in RL.
+Each module has two functions. A function is a chain of two string operations (`s.strip()[::-1]`); its specification
+names them in order, in words. Functions are compared by what they compute: all chains with the same behaviour form one
+class, and a class is either for training or held out, never both. So no held-out function, under any spelling, is seen
+in the warm start or in RL.
 
     python examples/quickstart/make_tasks.py [--seed 7] [--train 768] [--heldout 160] [--out examples/quickstart/tasks]
 """
@@ -14,6 +15,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -44,7 +46,7 @@ OPERATIONS = (
 Chain = tuple[int, int]  # indices into OPERATIONS, in the order they are applied
 
 PROBES = ("  Blue Whale ", "aBcDeFgH", " x Yz-Qr", "Night owL", "zZ top ", "MIXED case Words", "  tabBy cat")
-WORDS = "amber Birch cOral DUNE ember Flint grove Haze iris JADE kelp Lilac moSS north Opal pine QUARTZ reef Slate".split()
+WORDS = ("amber", "Birch", "cOral", "DUNE", "Flint", "grove", "Haze", "iris", "JADE", "kelp", "Lilac", "moSS", "Opal")
 INSTRUCTIONS = {
     "plain": "Write m1.py and m2.py from m1.md and m2.md.",
     "delegate": "Write m1.py and m2.py from m1.md and m2.md. Give m2.py to a sub-agent.",
@@ -52,6 +54,7 @@ INSTRUCTIONS = {
 }
 KINDS = ("plain", "plain", "plain", "delegate", "long")  # how often each kind of task occurs
 TESTS_PER_FUNCTION = 4
+SEED = 7  # of the shipped files; the split into training and held-out functions hangs on it
 FUNCTIONS = ("f", "g")  # of every module
 
 
@@ -86,7 +89,7 @@ def classes() -> list[tuple[Chain, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def split(seed: int, heldout_share: float = 0.3) -> tuple[list[Chain], list[Chain]]:
+def split(seed: int = SEED, heldout_share: float = 0.3) -> tuple[list[Chain], list[Chain]]:
     """(training chains, held-out chains), disjoint by behaviour; every operation occurs in training."""
     groups = classes()
     random.Random(f"split {seed}").shuffle(groups)
@@ -119,13 +122,24 @@ def sample_input(rng: random.Random) -> str:
     return " " * rng.randrange(3) + text + " " * rng.randrange(3)
 
 
+@cache
+def other_functions(chain: Chain) -> tuple[Chain, ...]:
+    """One chain of every other behaviour there is."""
+    everything = {behaviour(other): other for other in product(range(len(OPERATIONS)), repeat=2)}
+    return tuple(other for seen, other in everything.items() if seen != behaviour(chain))
+
+
 def test_inputs(chain: Chain, rng: random.Random) -> list[str]:
     """Inputs that together tell this chain from every chain of another behaviour."""
-    wrong = [other for other in product(range(len(OPERATIONS)), repeat=2) if behaviour(other) != behaviour(chain)]
     while True:
         inputs = [sample_input(rng) for _ in range(TESTS_PER_FUNCTION)]
-        if all(any(apply(other, text) != apply(chain, text) for text in inputs) for other in wrong):
+        wanted = [apply(chain, text) for text in inputs]
+        if not any(_agrees(other, inputs, wanted) for other in other_functions(chain)):
             return inputs
+
+
+def _agrees(chain: Chain, inputs: Sequence[str], wanted: Sequence[str]) -> bool:
+    return all(apply(chain, text) == result for text, result in zip(inputs, wanted, strict=True))
 
 
 def test_module(module: str, chains: Sequence[Chain], rng: random.Random) -> str:
@@ -184,7 +198,7 @@ def write(path: Path, lines: Iterator[dict[str, object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--train", type=int, default=768)
     parser.add_argument("--heldout", type=int, default=160)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tasks")

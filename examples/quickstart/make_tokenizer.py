@@ -1,9 +1,9 @@
 """Train the quickstart's tokenizer on rendered transcripts; the same seed gives the same file.
 
-A byte-level BPE whose merges may cross words, so the fixed text of prompts and tool calls costs few tokens. Digits, each
-step of a specification and each string operation stand alone, so what a model has to read or choose is one token.
+A byte-level BPE whose merges may cross words, so the fixed text of prompts and tool calls costs few tokens. Digits,
+each step of a specification and each string operation stand alone: what a model must read or choose is one token.
 
-    python examples/quickstart/make_tokenizer.py [--vocab 640]
+    python examples/quickstart/make_tokenizer.py [--vocab 1024]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SPECIAL = (
     "<tool_response>",
     "</tool_response>",
 )
+VOCABULARY = 1024  # an upper bound: the corpus has fewer merges that occur twice
 ALONE = r"\n- [^\n]+|\[[-:0-9]+\]|\.[a-z]+\(\)|[0-9]"
 
 
@@ -80,7 +81,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--vocab", type=int, default=640)
+    parser.add_argument("--vocab", type=int, default=VOCABULARY)
     args = parser.parse_args()
     save(train(args.seed, args.vocab), FOLDER)
 

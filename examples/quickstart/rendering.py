@@ -47,9 +47,7 @@ class Renderer:
         return int(self.tokenizer.token_to_id(END))
 
     def text(self, messages: Sequence[Message], tools: Sequence[Message], add_generation_prompt: bool) -> str:
-        return str(
-            self.template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        )
+        return str(self.template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt))
 
     def encode(self, text: str) -> list[int]:
         return list(self._encoded(text))

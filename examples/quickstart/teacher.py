@@ -1,12 +1,12 @@
 """Transcripts for the warm start: the form of the work exactly as harness and server produce it, not the answers.
 
 The teacher plays the model in the harness's own agent code (in memory, no server), so messages, tool results,
-sub-agents and compaction are the harness's, not a copy. For every operation a specification names it writes one of
-three candidates: the right one with probability RIGHT_SHARE, or one of two fixed decoys. So a warm-started model knows
-how to work and which candidates belong to a phrase, and has no reason to prefer the right one: that is left to RL.
-Only training functions occur; held-out functions are never shown.
+sub-agents and compaction are the harness's, not a copy. For every step a specification names it writes one of five
+operations, fixed per step: the right one in one case of five, a certain wrong one a little more often. So a warm-started
+model knows how to work and which five operations a phrase may mean, and has no reason to prefer the right one: that is
+left to RL. Only training functions occur; held-out functions are never shown.
 
-    python examples/quickstart/teacher.py --out transcripts.jsonl [--count 12000] [--seed 7] [--validation 400]
+    python examples/quickstart/teacher.py --out transcripts.jsonl [--count 4000] [--seed 7] [--validation 100]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import make_tasks
 from make_tasks import OPERATIONS, Chain
 from rendering import Message, Renderer
 
-SHARES = (0.30, 0.40, 0.30)  # right, first decoy, second decoy: the most likely candidate is wrong
+SHARES = (0.20, 0.25, 0.20, 0.20, 0.15)  # the right one, then the decoys: the most likely candidate is wrong
 BUDGET_TOKENS = 10**9
 
 
@@ -55,14 +55,16 @@ class MemoryWorkspace:
         return sorted(path for path in self.files if path.endswith(".py"))
 
 
-def candidates(seed: int) -> dict[int, tuple[int, int, int]]:
-    """Per operation: (itself, first decoy, second decoy), fixed for a seed; each is a decoy equally often."""
+def candidates(seed: int, count: int = len(SHARES)) -> dict[int, tuple[int, ...]]:
+    """Per operation: (itself, decoys...), fixed for a seed; at each place every operation occurs once."""
     rng = random.Random(f"decoys {seed}")
-    count = len(OPERATIONS)
-    while True:
-        first, second = rng.sample(range(count), count), rng.sample(range(count), count)
-        if all(len({own, first[own], second[own]}) == 3 for own in range(count)):
-            return {own: (own, first[own], second[own]) for own in range(count)}
+    own = list(range(len(OPERATIONS)))
+    columns = [own]
+    while len(columns) < count:
+        column = rng.sample(own, len(own))
+        if all(column[i] not in [earlier[i] for earlier in columns] for i in own):
+            columns.append(column)
+    return {i: tuple(column[i] for column in columns) for i in own}
 
 
 @dataclass
@@ -70,8 +72,8 @@ class Teacher:
     """Answers every request of the harness as a fluent model that guesses what phrases mean."""
 
     rng: random.Random
-    choices: dict[int, tuple[int, int, int]]
-    shares: tuple[float, float, float] = SHARES
+    choices: dict[int, tuple[int, ...]]
+    shares: tuple[float, ...] = SHARES
     serial: int = 0
     phrases: dict[str, int] = field(
         default_factory=lambda: {phrase: i for i, op in enumerate(OPERATIONS) for phrase in op.phrases}
@@ -159,10 +161,10 @@ def _used(message: Message, messages: list[Message]) -> int:
     return BUDGET_TOKENS + 1 if wants_third and "So far:" not in messages[1]["content"] else 0
 
 
-def transcripts(seed: int, salt: str, count: int, shares: tuple[float, float, float] = SHARES) -> Iterator[list[Line]]:
+def transcripts(seed: int, salt: str, count: int, shares: tuple[float, ...] = SHARES) -> Iterator[list[Line]]:
     """`count` executions over training functions only."""
     rng = random.Random(f"teacher {seed} {salt}")
-    chains: list[Chain] = make_tasks.split(seed)[0]
+    chains: list[Chain] = make_tasks.split()[0]
     teacher = Teacher(rng, candidates(seed), shares)
     for number in range(count):
         kind = make_tasks.KINDS[number % len(make_tasks.KINDS)]
@@ -181,9 +183,11 @@ def write(path: Path, renderer: Renderer, seed: int, salt: str, count: int) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="NAME.jsonl; NAME.validation.jsonl is written beside it")
-    parser.add_argument("--count", type=int, default=12000, help="training executions")
-    parser.add_argument("--validation", type=int, default=400, help="validation executions")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="NAME.jsonl; NAME.validation.jsonl is written beside it"
+    )
+    parser.add_argument("--count", type=int, default=1000, help="training executions")
+    parser.add_argument("--validation", type=int, default=100, help="validation executions")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
     write(args.out, Renderer(), args.seed, "train", args.count)
