@@ -95,7 +95,7 @@ class Rank:
             patience_s = self.config.cluster.peer_timeout_s
             self.exchange = GradientExchange(self.run, self.keys, self.cells[1:], size=size, patience_s=patience_s)
             await self.in_thread(self.restore)
-            self.publish()
+            await self.in_thread(self.publish)
 
     def restore(self) -> None:
         """A resume is a new lineage: what was trained after the checkpoint is lost, its versions are not made twice."""
@@ -232,7 +232,7 @@ class Rank:
             whole.add(ids, part)
         async with self.stepping:
             metrics = await self.in_thread(lambda: self.step(whole, done.executions))
-            self.publish()
+            await self.in_thread(self.publish)
             self.next_batch = done.batch + 1
             self.applied = (*self.applied, *whole.ids)
         weights_sum = whole.weight_sum / done.executions
