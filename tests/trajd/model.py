@@ -112,12 +112,13 @@ class CoreRank(Rank):
         self.saved = list(self.weights)
         self.unsaid.append(BatchesRetired(below=len(self.saved), version=self.version))
 
-    def step(self, complete: BatchComplete, ranks: dict[str, Rank]) -> None:
+    def step(self, complete: BatchComplete, ranks: dict[str, Rank], dead: set[str]) -> None:
         """Pull every sum; step only if each is exactly what the ledger believes."""
         assert complete.batch == len(self.weights) and complete.base_version == self.version
         for part in complete.contributions:
             rank = ranks[part.cell]
-            same = (rank.life, rank.version, rank.batch) == (part.life, self.version, complete.batch)
+            alive = part.cell not in dead
+            same = alive and (rank.life, rank.version, rank.batch) == (part.life, self.version, complete.batch)
             if not same or rank.sum != set(part.ids):
                 self.unsaid.append(ContributionLost(batch=complete.batch, cell=part.cell, life=part.life))
         if self.unsaid:
@@ -141,6 +142,7 @@ class World:
         self.packing: list[str] = []
         self.closed: list[str] = []
         self.shape: dict[str, tuple[int, bool]] = {}
+        self.dead: set[str] = set()  # never speak again; what they had sent may still arrive
         self.core = CoreRank("c0", core=True)
         self.core.start()
         self.ranks: dict[str, Rank] = {"c0": self.core, **{f"c{i + 1}": Rank(f"c{i + 1}") for i in range(satellites)}}
@@ -167,7 +169,8 @@ class World:
             self.tell(packed(name, *self.shape[name]))
 
     def speak(self, cell: str) -> None:
-        rank = self.ranks[cell]
+        """The rank of this cell, or the core's if it is dead, asks what it has to ask."""
+        rank = self.ranks["c0" if cell in self.dead else cell]
         rank.asked += 1
         self.wire.append(Question(rank, rank.asked, rank.next()))
 
@@ -181,7 +184,7 @@ class World:
             return
         question.rank.asked += 1  # heard: a copy of this answer means nothing
         if isinstance(answer, BatchComplete):
-            self.core.step(answer, self.ranks)
+            self.core.step(answer, self.ranks, self.dead)
         else:
             question.rank.hear(answer, self.core)
 
@@ -210,15 +213,31 @@ class World:
         self.trajd.ledger.check()
         self.tell(Restarted(life=2))
 
+    def hold_and_die(self, cell: str) -> None:
+        """A cell ends with a lease and, if it can be, a sum; more groups come, so that they are needed."""
+        for _ in range(2 * self.size):
+            self.close_group(2, True)
+        while self.packing:
+            self.pack_one(0)
+        for _ in range(40):
+            for speaker in ("c0", cell):
+                self.speak(speaker)
+                self.deliver(len(self.wire) - 1)
+            if self.ranks[cell].hand:
+                break
+        self.dead.add(cell)
+
     def settle(self) -> None:
         """No more faults: everyone speaks in turn until all full batches are in the weights."""
         self.wire.clear()
+        for cell in self.dead:
+            self.silence(cell)
         for _ in range(4000):
             while self.packing:
                 self.pack_one(0)
             if len(self.core.weights) == len(self.batches()) and not self.core.unsaid:
                 return
-            for cell in self.ranks:
+            for cell in self.ranks.keys() - self.dead:
                 self.speak(cell)
                 self.deliver(0)
         raise AssertionError("the batches are never finished")
@@ -233,3 +252,6 @@ class World:
         trained = [i for batch in self.core.weights for i in batch]
         assert len(trained) == len(set(trained)), "a micro-step is twice in the weights"
         assert self.core.weights == self.batches()[: len(self.core.weights)]
+        if not self.core.unsaid:  # whatever arrives late or twice: trajd stands where the core does
+            ledger = self.trajd.ledger
+            assert (ledger.open_batch, ledger.version) == (len(self.core.weights), self.core.version)

@@ -57,6 +57,10 @@ class LedgerUnderFaults(RuleBasedStateMachine):
     def rank_restarts(self, cell: str) -> None:
         self.world.restart_rank(cell)
 
+    @rule(cell=st.sampled_from(["c1", "c2"]))
+    def satellite_dies(self, cell: str) -> None:
+        self.world.dead.add(cell)
+
     @rule()
     def core_saves(self) -> None:
         self.world.core.save()
@@ -108,6 +112,7 @@ def test_long_histories_with_every_fault_train_everything_once():
     for seed in range(12):
         world = World()
         wander(world, random.Random(seed), 1500)
+        world.hold_and_die("c1")
         world.settle()
         assert world.core.weights == world.batches()
         steps += len(world.core.weights)

@@ -14,11 +14,13 @@ from gyre_base.messages import (
     ClaimMicroStep,
     ContributionLost,
     Done,
+    Goodbye,
     GroupClosed,
     GroupPacked,
+    Hello,
     MicroStepComputed,
 )
-from trajtools.trajd.events import Free, LedgerFrom, Pack, Packed, Reported, Restarted
+from trajtools.trajd.events import Free, Holder, LedgerFrom, Pack, Packed, Reported, Restarted
 from trajtools.trajd.ledger import MicroStepLedger
 from trajtools.trajd.lots import Group
 
@@ -56,6 +58,12 @@ class TrajdCore:
             case LedgerFrom():
                 answer, missing = ledger.restore(event)
                 return [Answer(answer), *(Pack(group=name) for name in missing)]
+            case Hello(name=cell, life=life):
+                ledger.admit(Holder(cell, life))
+                return []
+            case Goodbye(name=cell, life=life):
+                ledger.leave(Holder(cell, life))
+                return []
             case PeerLost(name=name):
                 ledger.lose(name)
                 return []

@@ -29,13 +29,14 @@ class PackedStep:
 
 @message("trajd.packed")
 class Packed:
-    """shell -> core: a group is packed. Packed again it has the same steps: the call log never changes."""
+    """shell -> core: a group is packed. Packed again, up to the same extent, it has the same steps."""
 
     group: str
     enough: bool
     counted: int
     owned_tokens: int
     steps: tuple[PackedStep, ...]
+    extent: tuple[tuple[str, int], ...] = ()  # how far the call log was read: what is appended later changes nothing
     summary: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

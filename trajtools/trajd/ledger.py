@@ -88,6 +88,7 @@ class MicroStepLedger:
         """After a restart: no payload is here. Returns the groups to pack again at once (those not yet applied)."""
         for group in self.lots.groups.values():
             group.loaded = False
+        self.changes += 1
         return self.lots.not_loaded(self.open_batch)
 
     # ---- views ------------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class MicroStepLedger:
     def claim(self, claim: ClaimMicroStep) -> Answer:
         """One micro-step to compute, or why there is none. A claim repeated without a result gets the same lease."""
         holder = Holder(claim.cell, claim.life)
-        if not self._admit(holder):
+        if not self.admit(holder):
             return self._too_old(holder)
         if not self.version:
             return NoMicroStep(why="the core has not said which weights it has", wait_s=WAIT_FOR_GROUPS_S)
@@ -134,7 +135,7 @@ class MicroStepLedger:
             return self._complete() if claim.core else NoMicroStep(why="the core steps", wait_s=WAIT_FOR_OTHERS_S)
         return self._lease(holder)
 
-    def _admit(self, holder: Holder) -> bool:
+    def admit(self, holder: Holder) -> bool:
         """False for an older life. A newer one gives back what the older held: its memory is gone."""
         known = self._lives.get(holder.cell, -1)
         if holder.life > known:
@@ -197,7 +198,7 @@ class MicroStepLedger:
     def compute(self, computed: MicroStepComputed) -> Done | Refused:
         """An id is in a cell's sum. Refused means: drop the sum; what it held is free again."""
         holder = Holder(computed.cell, computed.life)
-        if not self._admit(holder):
+        if not self.admit(holder):
             return self._too_old(holder)
         if computed.batch < self.open_batch and computed.id in self.applied[computed.batch].ids:
             return Done(note="applied")
@@ -229,6 +230,10 @@ class MicroStepLedger:
         """A cell is gone, in any life: its lease and its sum go back to the pool."""
         for holder in {h for held in (self.leased, self.computed) for h in held.values() if h.cell == cell}:
             self._give_back(holder)
+
+    def leave(self, holder: Holder) -> None:
+        """A clean end of one life. Late words of an older one change nothing."""
+        self._give_back(holder)
 
     def lose_contribution(self, lost: ContributionLost) -> Done:
         """The core can't have this sum: its ids are to be computed again."""
