@@ -346,8 +346,6 @@ class Server:
                 "load_format": "safetensors",
                 "model_type": "qwen3",
                 "architectures": [self.options.architecture],
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
             }
         )
 

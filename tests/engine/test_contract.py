@@ -201,16 +201,20 @@ async def test_abort_takes_every_id_that_begins_with_the_given_one(engine: Calle
     assert reasons == ["abort", "abort", "length"]
 
 
-async def test_a_client_that_goes_away_aborts_its_request(engine: Caller):
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_aborts_its_request(engine: Caller, stream: bool):
     aborted = await engine.metric("num_aborted_requests_total")
     await engine.slow(STEP_S)
-    body = generate_body(prompt(5), stream=True, max_new_tokens=LONG, stream_interval=1)
-    response = await engine.session.post(engine.url + "/generate", json=body)
-    await response.content.readline()
-    response.close()
+    rid = new_rid()
+    if stream:
+        task = await under_way(engine, prompt(5), rid)
+    else:
+        task = asyncio.create_task(engine.generate(prompt(5), rid=rid, max_new_tokens=LONG))
+        await engine.running(1)
+    task.cancel()
     await engine.control.wait_idle(20)
     assert await engine.metric("num_aborted_requests_total") == aborted + 1
-    again = await engine.generate(prompt(5), rid=body["rid"], max_new_tokens=3)
+    again = await engine.generate(prompt(5), rid=rid, max_new_tokens=3)
     assert again["meta_info"]["completion_tokens"] == 3
 
 

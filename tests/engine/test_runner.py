@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from celld.tiny.model import TinyConfig, TinyQwen3, save
 from celld.tiny.runner import Runner, WeightsError, solo_rows
-from celld.tiny.sampling import Sampler, noise_key, uniforms
+from celld.tiny.sampling import Sampler, _invert, noise_key, uniforms
 from celld.tiny.scheduler import Request, Scheduler
 
 CONFIG = TinyConfig(vocab_size=128, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8)
@@ -106,6 +106,8 @@ def test_tokens_come_with_their_probability_and_impossible_ones_never():
     assert torch.allclose(sample(Row(), logits), torch.softmax(logits, 0), atol=0.015)
     assert torch.allclose(sample(Row(temperature=2.0), logits), torch.softmax(logits / 2, 0), atol=0.015)
     assert sample(Row(), logits)[2] == 0
+    edges = torch.tensor([[0.0], [0.25], [0.75], [1.0]])
+    assert _invert(torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25]]).expand(4, -1), edges).view(-1).tolist() == [1, 3, 4, 4]
 
 
 def test_top_k_and_top_p_cut_the_tail_but_not_the_logprob():

@@ -154,6 +154,15 @@ def test_a_group_with_one_prompt_computes_it_once():
     assert [one.cached_tokens for one in group] == [0] + [len(prompt)] * 7
 
 
+def test_a_request_that_waits_for_a_shared_prefill_keeps_its_place():
+    it = world(rows=2, prefill_tokens=1000)
+    prompt = list(range(MIN_SHARED_TOKENS + 10))
+    for rid, tokens in (("a", prompt), ("b", prompt), ("c", [7]), ("d", [8])):
+        it.scheduler.submit(request(rid, tokens, new=1))
+    order = [[one.rid for one in due] for due in iter(it.step, None)]
+    assert order == [["a", "c"], ["b", "d"]]
+
+
 def test_salts_do_not_share():
     it = world()
     for salt in ("0.0", "0.1"):
