@@ -182,6 +182,13 @@ def test_a_step_opens_the_next_batch_from_its_weights_and_is_noted_once():
     assert book.compute(computed("c0", "g0.0")) == Done(note="applied")
 
 
+def test_a_late_step_of_a_core_that_is_gone_is_refused():
+    book = ledger("g0", size=1)
+    book.restore(word(0, "1.0", source="rank:c0:2"))
+    assert isinstance(book.apply(applied("g0.0", "g0.1", version="0.1")), Refused)
+    assert book.apply(applied("g0.0", "g0.1", version="1.1")) == Done()
+
+
 def test_a_step_holds_whatever_the_ledger_believed_of_the_sums():
     book = ledger("g0", size=1)
     compute_all(book, "c1")

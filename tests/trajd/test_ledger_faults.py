@@ -109,9 +109,9 @@ def wander(world: World, rng: random.Random, events: int) -> None:
 
 def test_long_histories_with_every_fault_train_everything_once():
     steps = 0
-    for seed in range(12):
+    for seed in range(24):
         world = World()
-        wander(world, random.Random(seed), 1500)
+        wander(world, random.Random(seed), 1000)
         world.hold_and_die("c1")
         world.settle()
         assert world.core.weights == world.batches()

@@ -148,11 +148,8 @@ class MicroStepLedger:
         return Refused(why=f"{holder.cell} lives its life {self._lives[holder.cell]}, not {holder.life}")
 
     def _other_version(self, version: str) -> StaleWeights | NoMicroStep:
-        try:
-            newer = PolicyVersion.parse(version) > PolicyVersion.parse(self.version)
-        except ValueError:
-            newer = False
-        if newer:  # pulled between the step and our note of it
+        theirs, base = _parse(version), _parse(self.version)
+        if theirs and base and theirs > base:  # pulled between the step and our note of it
             return NoMicroStep(why=f"the step to {version} is not in the ledger yet", wait_s=WAIT_FOR_OTHERS_S)
         return StaleWeights(version=self.version)
 
@@ -254,8 +251,14 @@ class MicroStepLedger:
             return Refused(why=f"batch {applied.batch} is not complete; batch {self.open_batch} is open")
         if ids != frozenset(self.open_ids) or len(applied.ids) != len(ids):
             return Refused(why=f"these are not the micro-steps of batch {applied.batch}")
+        if _parse(applied.version) != self._next_version():  # a late word of a core that is gone
+            return Refused(why=f"{applied.version} is not the step after {self.version}")
         self._note_applied(applied.version, applied.weights_sum)
         return Done()
+
+    def _next_version(self) -> PolicyVersion | None:
+        base = _parse(self.version)
+        return base and PolicyVersion(base.lineage, base.step + 1)
 
     def _note_applied(self, version: str, weights_sum: float | None) -> None:
         batch = self.open_batch
@@ -315,8 +318,10 @@ class MicroStepLedger:
 
     def _contradicts(self, ledger: LedgerFrom) -> str:
         """Why the core's word can't be taken, or ""."""
-        lineage = PolicyVersion.parse(ledger.version).lineage
-        if self.version and lineage < PolicyVersion.parse(self.version).lineage:
+        theirs, base = _parse(ledger.version), _parse(self.version)
+        if theirs is None:
+            return f"{ledger.version!r} is no policy version"
+        if base and theirs.lineage < base.lineage:
             return f"{self.version} is of a newer lineage than {ledger.version}"
         if any(not self.lots.is_full(batch) for batch in range(self.open_batch, ledger.next_batch)):
             return f"batch {ledger.next_batch - 1} is trained, but its groups are not in the journal of trajd"
@@ -351,6 +356,14 @@ class MicroStepLedger:
         _must(all(self._lives[holder.cell] == holder.life for holder in held), "an old life holds something")
         _must(len(set(self.leased.values())) == len(self.leased), "a cell holds two leases")
         _must(self.trained.twice == 0, "a token was trained twice")
+
+
+def _parse(version: str) -> PolicyVersion | None:
+    """None for what is no version: a peer's mistake must not end this daemon."""
+    try:
+        return PolicyVersion.parse(version)
+    except ValueError:
+        return None
 
 
 def _must(holds: bool, what: str) -> None:
