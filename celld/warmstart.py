@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -164,7 +164,7 @@ def fit(
         optimizer.param_groups[0]["lr"] = rate
         loss, count = loss_sum(model, rows)
         optimizer.zero_grad(set_to_none=True)
-        (loss / count).backward()
+        (loss / count).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
         optimizer.step()
         step, tokens = step + 1, tokens + sum(len(row.ids) for row in rows)
@@ -211,13 +211,19 @@ def _progress(figures: dict[str, float]) -> None:
     print(json.dumps({key: round(value, 6) for key, value in figures.items()}), file=sys.stderr, flush=True)
 
 
-def _vocabulary_of(tokenizer: Path | None) -> int:
-    """Ids the tokenizer can produce, rounded up to a multiple of 32."""
+def shape_for(tokenizer: Path | None, shape: TinyConfig) -> TinyConfig:
+    """`shape` with the tokenizer's vocabulary, rounded up to a multiple of 32, and its end and pad ids."""
     if tokenizer is None:
-        return TinyConfig().vocab_size
+        return shape
     content = json.loads((tokenizer / "tokenizer.json").read_text())
-    ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])]
-    return -(-(max(ids) + 1) // 32) * 32
+    ids = {**content["model"]["vocab"], **{token["content"]: token["id"] for token in content["added_tokens"]}}
+    named = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    return replace(
+        shape,
+        vocab_size=-(-(max(ids.values()) + 1) // 32) * 32,
+        eos_token_id=ids[named["eos_token"]],
+        pad_token_id=ids[named["pad_token"]],
+    )
 
 
 def main() -> None:
@@ -225,13 +231,13 @@ def main() -> None:
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--validation", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, help="copied into the output; sets the vocabulary size")
+    parser.add_argument("--tokenizer", type=Path, help="copied into the output; sets vocabulary size and end id")
     parser.add_argument("--seed", type=int, default=WarmStartConfig.seed)
     parser.add_argument("--max-steps", type=int, default=WarmStartConfig.max_steps)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    shape = TinyConfig(vocab_size=_vocabulary_of(args.tokenizer))
+    shape = shape_for(args.tokenizer, TinyConfig())
     config = WarmStartConfig(seed=args.seed, max_steps=args.max_steps)
     figures = warm_start(args.train, args.validation, args.out, shape, config, args.tokenizer)
     print(json.dumps({"steps": figures.steps, "validation_loss": figures.validation_loss, "out": str(args.out)}))

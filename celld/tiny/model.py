@@ -140,7 +140,8 @@ class Attention(nn.Module):
 
     def merge(self, mixed: Tensor) -> Tensor:
         """Heads [B, H, T, E] back to the residual width [B, T, D]."""
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self.attend(*self.project(x_BTD, cos, sin))
@@ -156,7 +157,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -171,7 +173,8 @@ class Layer(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return out
 
 
 class Decoder(nn.Module):
@@ -184,10 +187,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, ids_BT: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BTD = self.embed_tokens(ids_BT)
+        x_BTD: Tensor = self.embed_tokens(ids_BT)
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos, sin)
-        return self.norm(x_BTD)
+        out: Tensor = self.norm(x_BTD)
+        return out
 
 
 class TinyQwen3(nn.Module):
@@ -205,7 +209,8 @@ class TinyQwen3(nn.Module):
     def hidden(self, ids_BT: Tensor) -> Tensor:
         """Final normed states [B, T, D]: a trainer picks its target positions before the costly logits."""
         cos, sin = self.angles(torch.arange(ids_BT.shape[1], device=ids_BT.device))
-        return self.model(ids_BT, cos, sin)
+        states: Tensor = self.model(ids_BT, cos, sin)
+        return states
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary cos and sin for integer positions."""

@@ -11,8 +11,17 @@ Output: {"score": 0.75, "parts": {"test_m1.test_f_1": true, ...}}, or {"no_artif
 workspace holds no module at all. Exit codes: 0 a result was written, 1 the tests themselves are unusable, 2 bad usage.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Test = Callable[[], object]
 
 try:
     import _signal as signal  # `signal` itself brings enum along, which would be half of this process's start
@@ -27,11 +36,11 @@ class OutOfTime(BaseException):
     """Not an Exception: the agent's code must not be able to swallow it by accident."""
 
 
-def on_alarm(signum, frame):
+def on_alarm(signum: int, frame: object) -> None:
     raise OutOfTime
 
 
-def limited(function, seconds):
+def limited(function: Test, seconds: float) -> bool:
     """Whether `function()` returns within `seconds` without raising. Repeats the alarm in case one is swallowed."""
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
@@ -43,14 +52,14 @@ def limited(function, seconds):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def load_tests(folder):
+def load_tests(folder: str) -> dict[str, Test]:
     """{"file.function": callable} of all hidden tests; an unreadable test file is our fault and an error."""
-    found = {}
+    found: dict[str, Test] = {}
     for name in sorted(os.listdir(folder)):
         if name.startswith("test_") and name.endswith(".py"):
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 code = compile(file.read(), name, "exec")
-            space = {"__name__": name[:-3]}
+            space: dict[str, Any] = {"__name__": name[:-3]}
             exec(code, space)
             tests = [key for key, value in space.items() if key.startswith("test_") and callable(value)]
             found.update({name[:-3] + "." + key: space[key] for key in tests})
@@ -59,11 +68,11 @@ def load_tests(folder):
     return found
 
 
-def has_artifact(workspace):
+def has_artifact(workspace: str) -> bool:
     return any(name.endswith(".py") for name in os.listdir(workspace))
 
 
-def run(tests, workspace, total_seconds=TOTAL_SECONDS):
+def run(tests: dict[str, Test], workspace: str, total_seconds: float = TOTAL_SECONDS) -> dict[str, bool]:
     """Outcome of each test; when the total time is up, the rest have failed."""
     from time import monotonic
 
@@ -78,19 +87,19 @@ def run(tests, workspace, total_seconds=TOTAL_SECONDS):
     return parts
 
 
-def write(out, text):
+def write(out: str, text: str) -> None:
     with open(out + ".tmp", "w", encoding="utf-8") as file:
         file.write(text + "\n")
     os.replace(out + ".tmp", out)
 
 
-def quote(text):
+def quote(text: str) -> str:
     """A JSON string; names of tests are identifiers, but a file name may be anything."""
     safe = [c if (c.isalnum() and c.isascii()) or c in "._-" else f"\\u{ord(c):04x}" for c in text]
     return '"' + "".join(safe) + '"'
 
 
-def to_json(parts, artifact):
+def to_json(parts: dict[str, bool], artifact: bool) -> str:
     """The result as JSON text, written by hand because importing json would double this process's start."""
     body = ", ".join(quote(name) + ": " + ("true" if passed else "false") for name, passed in parts.items())
     if not artifact:
@@ -98,13 +107,13 @@ def to_json(parts, artifact):
     return f'{{"score": {sum(parts.values()) / len(parts)!r}, "parts": {{{body}}}}}'
 
 
-def options(arguments):
+def options(arguments: list[str]) -> dict[str, str] | None:
     """--name VALUE pairs; None when something is missing or unknown."""
     given = dict(zip(arguments[::2], arguments[1::2], strict=False))
     return given if len(arguments) == 6 and set(given) == {"--workspace", "--tests", "--out"} else None
 
 
-def main():
+def main() -> int:
     given = options(sys.argv[1:])
     if given is None:
         print("usage: evaluate.py --workspace DIR --tests DIR --out FILE", file=sys.stderr)

@@ -15,24 +15,47 @@ HARNESS_TIMEOUT_S (silence on the line, default 600), HARNESS_TRANSCRIPT (a path
 Exit codes: 0 the agent ended, 1 the server could not be reached or refused, 2 bad usage.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+    from typing import Any, Protocol, TypeVar
+
+    Message = dict[str, Any]
+    Result = TypeVar("Result")
+    Talk = Generator[tuple[str, list[Message], list[Message]], tuple[Message, int], Result]
+
+    class Files(Protocol):
+        """Where an agent works; `Workspace` is one."""
+
+        def read(self, path: str) -> str: ...
+        def write(self, path: str, content: str) -> None: ...
+        def modules(self) -> list[str]: ...
+
 
 try:
     import _socket as socket
     from _json import encode_basestring_ascii, make_scanner
 except ImportError:  # another Python implementation: the public modules do the same
-    import socket
+    import socket  # type: ignore[no-redef]
+    from json import JSONDecoder
     from json.encoder import encode_basestring_ascii
-    from json.scanner import make_scanner
+
+    def make_scanner(_: object) -> Any:  # type: ignore[no-redef]
+        return JSONDecoder().scan_once  # type: ignore[attr-defined]
+
 
 MAIN_SYSTEM = "You write Python modules from their specifications."
 SUB_SYSTEM = "You are a sub-agent. You write one Python module."
 SUMMARISE = "The context is nearly full. Say in one line what is written and what is left."
 
 
-def _tool(name, description, *parameters):
+def _tool(name: str, description: str, *parameters: str) -> Message:
     properties = {parameter: {"type": "string"} for parameter in parameters}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
@@ -52,15 +75,15 @@ MAIN_TOOLS = [
 class _Plain:
     """What the JSON scanner wants to know: nothing special."""
 
-    strict, memo = True, {}
-    object_hook = object_pairs_hook = parse_array = None
+    strict = True
+    object_hook = object_pairs_hook = array_hook = None
     parse_float, parse_int, parse_constant = float, int, float
 
 
-_scan = make_scanner(_Plain)
+_scan = make_scanner(_Plain)  # type: ignore[arg-type]
 
 
-def parse_json(text):
+def parse_json(text: str) -> Any:
     """The value of a JSON text; ValueError when it is not one."""
     text = text.strip()
     try:
@@ -72,7 +95,7 @@ def parse_json(text):
     return value
 
 
-def to_json(value):
+def to_json(value: Any) -> str:
     """JSON text of None, booleans, numbers, strings, lists and dicts with string keys."""
     if isinstance(value, str):
         return encode_basestring_ascii(value)
@@ -93,43 +116,43 @@ class ToolError(Exception):
 class Workspace:
     """Files below one directory, by relative path."""
 
-    def __init__(self, root):
+    def __init__(self, root: str) -> None:
         self.root = os.path.realpath(root)
 
-    def _resolve(self, path):
+    def _resolve(self, path: str) -> str:
         full = os.path.realpath(os.path.join(self.root, path))
         if full != self.root and not full.startswith(self.root + os.sep):
             raise ToolError("path is outside the workspace")
         return full
 
-    def read(self, path):
+    def read(self, path: str) -> str:
         try:
             with open(self._resolve(path), encoding="utf-8") as file:
                 return file.read()
         except (OSError, ValueError):
             raise ToolError("no such file") from None
 
-    def write(self, path, content):
+    def write(self, path: str, content: str) -> None:
         try:
             with open(self._resolve(path), "w", encoding="utf-8") as file:
                 file.write(content)
         except (OSError, ValueError):
             raise ToolError("cannot write") from None
 
-    def modules(self):
+    def modules(self) -> list[str]:
         return sorted(name for name in os.listdir(self.root) if name.endswith(".py"))
 
 
 class Limits:
     """What bounds an agent: context tokens before compaction, turns, sub-agents of one agent."""
 
-    def __init__(self, budget_tokens=6000, max_turns=12, max_subagents=4):
+    def __init__(self, budget_tokens: int = 6000, max_turns: int = 12, max_subagents: int = 4) -> None:
         self.budget_tokens = budget_tokens
         self.max_turns = max_turns
         self.max_subagents = max_subagents
 
 
-def agent(instruction, workspace, limits, label="main"):
+def agent(instruction: str, workspace: Files, limits: Limits, label: str = "main") -> Talk[str]:
     """Work on `instruction`: yields (label, messages, tools), is sent (answer, total tokens), returns a text."""
     tools = MAIN_TOOLS if label == "main" else SUB_TOOLS
     messages = opening(label, instruction)
@@ -152,20 +175,20 @@ def agent(instruction, workspace, limits, label="main"):
     return "stopped: too many turns"
 
 
-def opening(label, instruction):
+def opening(label: str, instruction: str) -> list[Message]:
     """The first two messages of a line."""
     system = MAIN_SYSTEM if label == "main" else SUB_SYSTEM
     return [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
 
 
-def compact(label, instruction, messages, tools):
+def compact(label: str, instruction: str, messages: list[Message], tools: list[Message]) -> Talk[list[Message]]:
     """Replace the history by one line of the model's own; yields the request for it."""
     message, _ = yield label + "-summary", [*messages, {"role": "user", "content": SUMMARISE}], tools
     summary = (message.get("content") or "").strip()
     return opening(label, instruction + "\n\nSo far: " + summary)
 
 
-def delegate(call, workspace, limits):
+def delegate(call: Message, workspace: Files, limits: Limits) -> Talk[str]:
     """Run a sub-agent to its end; its last words are the tool's result."""
     try:
         prompt = arguments_of(call, ["prompt"])["prompt"]
@@ -174,7 +197,7 @@ def delegate(call, workspace, limits):
     return (yield from agent(prompt, workspace, limits, label="sub"))
 
 
-def use_tool(call, workspace, tools):
+def use_tool(call: Message, workspace: Files, tools: list[Message]) -> str:
     """The result text of one call; anything wrong with it becomes a text the model can read."""
     name = call["function"]["name"]
     try:
@@ -194,7 +217,7 @@ def use_tool(call, workspace, tools):
         return "error: " + str(error)
 
 
-def arguments_of(call, required):
+def arguments_of(call: Message, required: list[str]) -> dict[str, Any]:
     """The call's arguments as a dict of texts."""
     try:
         arguments = parse_json(call["function"]["arguments"] or "{}")
@@ -208,7 +231,7 @@ def arguments_of(call, required):
     return arguments
 
 
-def check_modules(workspace):
+def check_modules(workspace: Files) -> str:
     """Compile every module; it is a smoke check, the real tests are not here."""
     problems = []
     for path in workspace.modules():
@@ -233,7 +256,7 @@ class Refused(Exception):
 class Connection:
     """One HTTP/1.1 keep-alive connection; reads bodies with a length, chunked, or until the end."""
 
-    def __init__(self, host, port, timeout_s):
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(host.encode(), port, 0, socket.SOCK_STREAM)[0]
         self.socket = socket.socket(family, kind, protocol)
         self.socket.settimeout(timeout_s)
@@ -241,10 +264,10 @@ class Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.buffer = b""
 
-    def close(self):
+    def close(self) -> None:
         self.socket.close()
 
-    def line(self):
+    def line(self) -> bytes:
         """The next line without its end."""
         while b"\n" not in self.buffer:
             if len(self.buffer) > MAX_LINE_BYTES:
@@ -256,14 +279,14 @@ class Connection:
         line, _, self.buffer = self.buffer.partition(b"\n")
         return line.rstrip(b"\r")
 
-    def some(self, most):
+    def some(self, most: int) -> bytes:
         """At least one byte and at most `most`, or b"" when the other side has closed."""
         if not self.buffer:
             self.buffer = self.socket.recv(READ_BYTES)
         piece, self.buffer = self.buffer[:most], self.buffer[most:]
         return piece
 
-    def post(self, path, headers, body):
+    def post(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], Iterator[bytes]]:
         """Send one request; returns (status, headers, iterator over the body's bytes)."""
         head = ["POST " + path + " HTTP/1.1"] + [name + ": " + value for name, value in headers.items()]
         head.append("Content-Length: " + str(len(body)))
@@ -271,7 +294,7 @@ class Connection:
         status = self.line().split(None, 2)
         if len(status) < 2 or not status[1].isdigit():
             raise Retry("not an HTTP answer")
-        fields = {}
+        fields: dict[str, str] = {}
         while line := self.line():
             if len(fields) > MAX_HEADERS:
                 raise Retry("too many headers")
@@ -279,14 +302,14 @@ class Connection:
             fields[name.strip().lower()] = value.strip()
         return int(status[1]), fields, self.body(fields)
 
-    def body(self, fields):
+    def body(self, fields: dict[str, str]) -> Iterator[bytes]:
         if fields.get("transfer-encoding", "").lower() == "chunked":
             return self.chunks()
         if "content-length" in fields:
             return self.exactly(int(fields["content-length"]))
         return iter(lambda: self.some(READ_BYTES), b"")
 
-    def exactly(self, size):
+    def exactly(self, size: int) -> Iterator[bytes]:
         while size:
             piece = self.some(size)
             if not piece:
@@ -294,7 +317,7 @@ class Connection:
             size -= len(piece)
             yield piece
 
-    def chunks(self):
+    def chunks(self) -> Iterator[bytes]:
         while True:
             try:
                 size = int(self.line().split(b";")[0], 16)
@@ -310,7 +333,9 @@ class Connection:
 class Client:
     """Chat completions with streaming; holds at most one connection and retries with back-off."""
 
-    def __init__(self, base_url, key, model, max_tokens=96, retries=8, timeout_s=600.0):
+    def __init__(
+        self, base_url: str, key: str, model: str, max_tokens: int = 96, retries: int = 8, timeout_s: float = 600.0
+    ) -> None:
         scheme, _, rest = base_url.partition("://")
         if scheme != "http" or not rest:
             raise Refused("OPENAI_BASE_URL must look like http://host:port/v1")
@@ -326,25 +351,26 @@ class Client:
         }
         self.model, self.max_tokens = model, max_tokens
         self.retries, self.timeout_s = retries, timeout_s
-        self.connection = None
-        self.retried = []
+        self.connection: Connection | None = None
+        self.retried: list[str] = []
 
-    def complete(self, messages, tools):
+    def complete(self, messages: list[Message], tools: list[Message]) -> tuple[Message, int]:
         """One answer: (assistant message, total tokens of prompt and answer)."""
         request = {"model": self.model, "messages": messages, "tools": tools, "max_tokens": self.max_tokens}
         request.update(stream=True, stream_options={"include_usage": True})
-        body = to_json(request).encode()
-        for attempt in range(self.retries + 1):
+        body, failures = to_json(request).encode(), 0
+        while True:
             try:
                 return self.attempt(body)
             except (Retry, OSError) as error:
                 self.close()
                 self.retried.append(type(error).__name__ + ": " + str(error))
-                if attempt == self.retries:
+                failures += 1
+                if failures > self.retries:
                     raise Refused("gave up: " + str(error)) from None
-                time.sleep(min(0.1 * 2**attempt, 5.0))
+                time.sleep(min(0.05 * 2**failures, 5.0))
 
-    def attempt(self, body):
+    def attempt(self, body: bytes) -> tuple[Message, int]:
         if self.connection is None:
             self.connection = Connection(self.host, self.port, self.timeout_s)
         connection = self.connection
@@ -357,13 +383,13 @@ class Client:
             self.close()
         return answer
 
-    def close(self):
+    def close(self) -> None:
         if self.connection is not None:
             self.connection.close()
             self.connection = None
 
 
-def events(pieces):
+def events(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """The data of each server-sent event; reads the body to its end and demands the closing [DONE]."""
     rest, done = b"", False
     for piece in pieces:
@@ -380,9 +406,11 @@ def events(pieces):
         raise Retry("the stream broke")
 
 
-def assemble(stream):
+def assemble(stream: Iterator[bytes]) -> tuple[Message, int]:
     """Put the deltas of one answer together: (assistant message, total tokens)."""
-    content, calls, tokens, finish = [], {}, 0, None
+    content: list[str] = []
+    calls: dict[int, Message] = {}
+    tokens, finish = 0, None
     for data in stream:
         try:
             chunk = parse_json(data.decode())
@@ -401,13 +429,13 @@ def assemble(stream):
                 merge_call(calls, part)
     if finish is None:
         raise Retry("the stream ended before its finish reason")
-    message = {"role": "assistant", "content": "".join(content) or None}
+    message: Message = {"role": "assistant", "content": "".join(content) or None}
     if calls:
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
     return message, tokens
 
 
-def merge_call(calls, part):
+def merge_call(calls: dict[int, Message], part: Message) -> None:
     """Add one delta of a tool call; the id and name come once, the arguments in pieces."""
     index = part.get("index", 0)
     call = calls.setdefault(index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
@@ -417,7 +445,7 @@ def merge_call(calls, part):
     call["function"]["arguments"] += function.get("arguments") or ""
 
 
-def drive(client, conversation, record):
+def drive(client: Client, conversation: Talk[str], record: list[Message] | None) -> str:
     """Send what the agent asks for until it ends; returns its last words."""
     request = next(conversation)
     while True:
@@ -429,18 +457,20 @@ def drive(client, conversation, record):
         try:
             request = conversation.send((message, tokens))
         except StopIteration as end:
-            return end.value
+            return str(end.value)
 
 
-def main():
+def main() -> int:
     if len(sys.argv) != 2 or "OPENAI_BASE_URL" not in os.environ:
         print("usage: OPENAI_BASE_URL=http://host:port/v1 harness.py INSTRUCTION", file=sys.stderr)
         return 2
     get = os.environ.get
     transcript = get("HARNESS_TRANSCRIPT")
-    record = [] if transcript else None
+    record: list[Message] | None = [] if transcript else None
     limits = Limits(int(get("HARNESS_CONTEXT_BUDGET", "6000")), int(get("HARNESS_MAX_TURNS", "12")))
-    final, problem, retried = None, None, []
+    final: str | None = None
+    problem: str | None = None
+    retried: list[str] = []
     try:
         client = Client(
             os.environ["OPENAI_BASE_URL"],

@@ -83,7 +83,7 @@ def classes() -> list[tuple[Chain, ...]]:
     """All chains grouped by behaviour; those that equal a single operation or change nothing are left out."""
     trivial = {tuple(PROBES)} | {tuple(operation(probe) for probe in PROBES) for operation in OPERATIONS}
     groups: dict[tuple[str, ...], list[Chain]] = {}
-    for chain in product(range(len(OPERATIONS)), repeat=2):
+    for chain in product(range(len(OPERATIONS)), range(len(OPERATIONS))):
         if behaviour(chain) not in trivial:
             groups.setdefault(behaviour(chain), []).append(chain)
     return [tuple(group) for group in groups.values()]
@@ -125,7 +125,7 @@ def sample_input(rng: random.Random) -> str:
 @cache
 def other_functions(chain: Chain) -> tuple[Chain, ...]:
     """One chain of every other behaviour there is."""
-    everything = {behaviour(other): other for other in product(range(len(OPERATIONS)), repeat=2)}
+    everything = {behaviour(other): other for other in product(range(len(OPERATIONS)), range(len(OPERATIONS)))}
     return tuple(other for seen, other in everything.items() if seen != behaviour(chain))
 
 
@@ -197,7 +197,7 @@ def write(path: Path, lines: Iterator[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--train", type=int, default=768)
     parser.add_argument("--heldout", type=int, default=160)

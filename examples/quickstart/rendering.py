@@ -44,7 +44,7 @@ class Renderer:
 
     @cached_property
     def end_id(self) -> int:
-        return int(self.tokenizer.token_to_id(END))
+        return self.encode(END)[0]
 
     def text(self, messages: Sequence[Message], tools: Sequence[Message], add_generation_prompt: bool) -> str:
         return str(self.template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt))

@@ -2,9 +2,9 @@
 
 The teacher plays the model in the harness's own agent code (in memory, no server), so messages, tool results,
 sub-agents and compaction are the harness's, not a copy. For every step a specification names it writes one of five
-operations, fixed per step: the right one in one case of five, a certain wrong one a little more often. So a warm-started
-model knows how to work and which five operations a phrase may mean, and has no reason to prefer the right one: that is
-left to RL. Only training functions occur; held-out functions are never shown.
+operations, fixed per step: the right one in one case of five, a certain wrong one a little more often. So a
+warm-started model knows how to work and which five operations a phrase may mean, and has no reason to prefer the
+right one: that is left to RL. Only training functions occur; held-out functions are never shown.
 
     python examples/quickstart/teacher.py --out transcripts.jsonl [--count 4000] [--seed 7] [--validation 100]
 """

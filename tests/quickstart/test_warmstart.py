@@ -13,6 +13,7 @@ import torch
 from celld import warmstart
 from celld.tiny.model import TinyConfig, TinyQwen3, load
 from celld.warmstart import Transcript, WarmStartConfig
+from tests.quickstart.conftest import QUICKSTART
 
 SHAPE = TinyConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 CONFIG = WarmStartConfig(max_steps=60, decay_steps=20, evaluate_every_steps=10, batch_rows=8, learning_rate=1e-2)
@@ -91,3 +92,11 @@ def test_a_malformed_transcript_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "t.jsonl").write_text('{"ids": [1, 2], "mask": [0, 1]}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"t\.jsonl:2: mask"):
         warmstart.read_transcripts(tmp_path / "t.jsonl")
+
+
+def test_the_shape_follows_the_tokenizer() -> None:
+    shape = warmstart.shape_for(QUICKSTART / "tokenizer", SHAPE)
+    content = json.loads((QUICKSTART / "tokenizer" / "tokenizer.json").read_text())
+    end = next(token["id"] for token in content["added_tokens"] if token["content"] == "<|im_end|>")
+    assert shape.vocab_size % 32 == 0 and 0 <= shape.vocab_size - 1 - max(t["id"] for t in content["added_tokens"]) < 32
+    assert (shape.eos_token_id, shape.hidden_size) == (end, SHAPE.hidden_size)
