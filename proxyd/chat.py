@@ -29,6 +29,7 @@ from proxyd.parsers import PARSERS, Parsed
 CACHE_IDS = 1_000_000  # token ids held by the unit cache; about 45 MB
 _X = {"role": "user", "content": "x"}
 _MARK = "qzqz"
+Key = tuple[Any, ...]  # what a unit says; a tuple, so that no text can pass for another unit
 
 
 class TemplateRefused(ValueError):
@@ -37,18 +38,18 @@ class TemplateRefused(ValueError):
 
 @dataclass(slots=True)
 class _Cache:
-    """Text of a unit -> its ids and their JSON text. Bounded by ids; the least recently used go first."""
+    """A unit -> its ids and their JSON text. Bounded by ids; the least recently used go first."""
 
-    ids: OrderedDict[str, Piece] = field(default_factory=OrderedDict)
+    ids: OrderedDict[Key, Piece] = field(default_factory=OrderedDict)
     held: int = 0
 
-    def get(self, key: str) -> Piece | None:
+    def get(self, key: Key) -> Piece | None:
         found = self.ids.get(key)
         if found is not None:
             self.ids.move_to_end(key)
         return found
 
-    def put(self, key: str, piece: Piece) -> None:
+    def put(self, key: Key, piece: Piece) -> None:
         self.ids[key] = piece
         self.held += len(piece.ids)
         while self.held > CACHE_IDS and len(self.ids) > 1:
@@ -161,7 +162,7 @@ class ChatModel:
         return self.encode(self._text(given, orjson.loads(tools) if tools else None, generate=add_generation_prompt))
 
     def _head(self, system: Message | None, tools: bytes) -> Piece:
-        key = f"\0head\0{tools.decode()}\0{system.text if system else ''}\0{system is None}"
+        key = ("head", tools, system.text if system else None)
         found = self._units.get(key)
         if found is None:
             given = [self._dict(system, head=True)] if system else []
@@ -173,9 +174,7 @@ class ChatModel:
         return found
 
     def _unit(self, group: tuple[Message, ...]) -> Piece:
-        key = "\0".join(
-            [group[0].role, *(m.text for m in group), *(f"{c.name}\0{c.arguments}" for c in group[0].calls)]
-        )
+        key = (group[0].role, *(m.text for m in group), *((c.name, c.arguments) for c in group[0].calls))
         found = self._units.get(key)
         if found is None:
             text = self._text([_X, *(self._dict(m) for m in group)])

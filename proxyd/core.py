@@ -264,7 +264,8 @@ class Router:
             for name in sorted(self.on_cell.get(event.cell, ())):
                 self._abort(self.calls[name], now, f"cell {event.cell} leaves (epoch {event.epoch})")
         elif drain.answer is not None:
-            self._out.append(drain.answer)
+            if not self.on_cell.get(event.cell):  # else a repeat that came late: the cell serves again
+                self._out.append(drain.answer)
             return
         self._acknowledge(event.cell, now)
 

@@ -17,18 +17,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from gyre_base import config as configuration
 from gyre_base import journal as journals
 from gyre_base import messages as m
+from gyre_base import wire
 from gyre_base.bus import Client, NoAnswer, Received, Server
 from gyre_base.config import Config, ConfigError
 from gyre_base.daemon import HEARTBEAT_S, Answer, Shell, WakeAt, log_to, run_main, stop_on_signals
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir, RunDirError
 from gyre_base.runfile import RunHeader
-from gyre_base.vocabulary import Purpose
 from proxyd import calllog, records, views
 from proxyd.chat import ChatModel, TemplateRefused
 from proxyd.core import Router
@@ -154,14 +155,18 @@ class ProxydShell(Shell):
 def open_executions(path: Path) -> dict[str, m.OpenExecution]:
     """Executions that were open when the last life ended, by its journal."""
     found: dict[str, m.OpenExecution] = {}
-    for entry in journals.read(path) if path.exists() else ():
-        event = entry.event
-        if event["tag"] == "execution.open":
-            found[event["execution"]] = m.OpenExecution(
-                execution=event["execution"], purpose=Purpose(event["purpose"]), temperature=event["temperature"]
-            )
-        elif event["tag"] == "execution.close":
-            found.pop(event["execution"], None)
+    if not path.exists():
+        return found
+    with path.open("rb") as journal:
+        for line in journal:
+            if b'"tag":"execution.' not in line:
+                continue  # most lines are calls; they are not even parsed
+            event = orjson.loads(line)["event"]
+            match event["tag"]:
+                case "execution.open":
+                    found[event["execution"]] = wire.from_json(event)
+                case "execution.close":
+                    found.pop(event["execution"], None)
     return found
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from gyre_base.ids import is_safe_name
 from gyre_base.keys import Keys
 from proxyd.dialects import BadRequest, Dialect, Failure, Written
+from proxyd.dialects.anthropic import AnthropicMessages
 from proxyd.dialects.openai_chat import OpenAIChat, models
 from proxyd.service import Service
 
@@ -35,9 +36,10 @@ class Front:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        dialects: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat()}
+        dialects: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat(), "/v1/messages": AnthropicMessages()}
         for path, dialect in dialects.items():
             app.router.add_post("/x/{execution}" + path, self._calls(dialect))
+        app.router.add_post("/x/{execution}/v1/messages/count_tokens", self._guarded(self._count_tokens))
         app.router.add_get("/x/{execution}/v1/models", self._guarded(self._models))
         app.router.add_get("/x/{execution}/v1/models/{model:.+}", self._guarded(self._model))
         app.router.add_get("/health", _health)
@@ -100,6 +102,14 @@ class Front:
             return await handler(http)
 
         return guarded
+
+    async def _count_tokens(self, http: web.Request) -> web.StreamResponse:
+        dialect = AnthropicMessages()
+        try:
+            request = dialect.read(await http.read())
+        except BadRequest as error:
+            return _plain(dialect.fail(Failure("bad_request", why=str(error))))
+        return web.json_response({"input_tokens": self._service.count(request)})
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         return _plain(models(self._served_name))

@@ -6,10 +6,11 @@ stays in the content as the model wrote it and is counted.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import orjson
 
 from proxyd.conversation import Spoken, ToolCall
 
@@ -59,8 +60,8 @@ def hermes(text: str, call: str) -> Parsed:
 def _one(body: str, number: str) -> ToolCall | None:
     """The call in one pair of tags, its arguments as the model wrote them; None if it is no call."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
@@ -74,11 +75,11 @@ def _raw_arguments(body: str, arguments: dict[str, object]) -> str:
     shape = _SHAPE.fullmatch(body)
     if shape is not None:
         try:
-            if json.loads(shape.group(1)) == arguments:
+            if orjson.loads(shape.group(1)) == arguments:
                 return shape.group(1).strip()
-        except ValueError:
+        except orjson.JSONDecodeError:
             pass
-    return json.dumps(arguments, ensure_ascii=False)
+    return orjson.dumps(arguments).decode()
 
 
 PARSERS: dict[str, Callable[[str, str], Parsed]] = {"hermes": hermes}

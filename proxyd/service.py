@@ -108,6 +108,11 @@ class Service:
             node = result
         return self._reply(node, request), node.waited_s
 
+    def count(self, request: Request) -> int:
+        """Prompt tokens of a request if it continued nothing. Records nothing."""
+        conversation = request.conversation
+        return len(self.chat.render(conversation.messages, conversation.tools))
+
     def _begin(self, execution: str, call: str, request: Request) -> Open | Failure:
         now = self.now()
         forest = self.forests.setdefault(execution, Forest(self.chat))

@@ -5,14 +5,28 @@ A dialect never refuses a field it does not know.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import orjson
 
 from proxyd.conversation import Reply, Request
 
 
 class BadRequest(ValueError):
     """A body that is no request: the text is what the harness is told (400)."""
+
+
+def load_json(body: bytes) -> Any:
+    """The value of a body. Lone surrogates, which JavaScript clients may send, become question marks. Raises
+    ValueError.
+    """
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        again = json.dumps(json.loads(body), ensure_ascii=False, allow_nan=False)
+        return orjson.loads(again.encode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from proxyd.conversation import Conversation, Message, Reply, Request, ToolCall
-from proxyd.dialects import BadRequest, Failure, Written
+from proxyd.dialects import BadRequest, Failure, Written, load_json
 
 JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
 ROLES = {"developer": "system", "function": "tool"}
@@ -73,8 +73,8 @@ def models(name: str, *, one: bool = False) -> Written:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        given = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        given = load_json(body)
+    except (ValueError, RecursionError):
         raise BadRequest(
             "We could not parse the JSON body of your request. (HINT: This likely means you aren't using your HTTP "
             "library correctly. The OpenAI API expects a JSON payload, but what was sent was not valid JSON.)"

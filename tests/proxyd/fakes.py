@@ -1,4 +1,6 @@
-"""A scripted engine with SGLang's /generate shapes, a cellctl that only speaks, and a real proxyd process between them."""
+"""A scripted engine with SGLang's /generate shapes, a cellctl that only speaks, and a real proxyd process between
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from aiohttp import web
 
 from gyre_base import config as configuration
 from gyre_base import messages as m
-from gyre_base.bus import Received, Server
+from gyre_base.bus import Client, Received, Server
 from gyre_base.keys import Keys, make_keys
 from gyre_base.rundir import RunDir
 from gyre_base.runfile import Call, Note, RunReader
@@ -31,7 +33,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass
 class FakeEngine:
-    """Answers what the script says, token by token. `hold_after` stops each stream at that many tokens until released."""
+    """Says what the script says, token by token. `hold_after` stops each stream at so many tokens until released."""
 
     name: str
     script: Script
@@ -43,7 +45,6 @@ class FakeEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
     running: dict[str, int] = field(default_factory=dict)
-    starts: dict[str, int] = field(default_factory=dict)  # answer start per prompt digest: how long the first prompt was
     url: str = ""
     _runner: web.AppRunner | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,7 +94,13 @@ class FakeEngine:
         return response
 
     async def _send(
-        self, http: web.Request, response: web.StreamResponse, rid: str, prompt: list[int], answer: list[int], params: Any
+        self,
+        http: web.Request,
+        response: web.StreamResponse,
+        rid: str,
+        prompt: list[int],
+        answer: list[int],
+        params: Any,
     ) -> None:
         sent = 0
         stops = set(params["stop_token_ids"])
@@ -189,7 +196,7 @@ class FakeCellctl:
     async def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> Any:
         """Wait until the condition holds."""
         async with asyncio.timeout(seconds):
-            while not (value := condition()):
+            while not (value := condition()):  # noqa: ASYNC110 - what is waited for happens in another process
                 await asyncio.sleep(0.01)
         return value
 
@@ -199,13 +206,18 @@ class FakeCellctl:
             await self.server.send(self.peer, message)
 
     async def serve(self, *engines: FakeEngine, away: tuple[str, ...] = ()) -> None:
-        """A new table with these engines in this order."""
+        """A new table with these engines in this order, and until proxyd goes by it."""
         self.table += 1
         lines = tuple(
             m.Engine(cell=e.name, url=e.url, version=e.version, order=n, slots=8, serving=e.name not in away)
             for n, e in enumerate(engines)
         )
         await self.say(m.EngineTable(number=self.table, engines=lines))
+        client = Client(self.run, self.keys, "proxyd")
+        async with asyncio.timeout(15.0):
+            while (await client.ask(m.StatusRequest())).rows[0]["table"] < self.table:
+                await asyncio.sleep(0.005)
+        client.close()
 
     async def open(self, execution: str, temperature: float = 1.0) -> None:
         await self.say(m.OpenExecution(execution=execution, purpose=Purpose.TRAIN, temperature=temperature))
@@ -300,11 +312,11 @@ class World:
             assert not reader.report.bad and not reader.report.defects and not reader.report.conflicts
         return out
 
-    def calls(self) -> dict[str, Call]:
-        return {r.call: r for r in self.records() if isinstance(r, Call)}
+    def calls(self, execution: str = "e1") -> dict[str, Call]:
+        return {r.call: r for r in self.records() if isinstance(r, Call) and r.exec == execution}
 
-    def notes(self) -> list[Note]:
-        return [r for r in self.records() if isinstance(r, Note)]
+    def notes(self, execution: str = "e1") -> list[Note]:
+        return [r for r in self.records() if isinstance(r, Note) and r.exec == execution]
 
     def says(self, text: str) -> list[int]:
         """Ids of an answer with its end token."""

@@ -41,7 +41,8 @@ TEMPLATE = """\
 """
 CORPUS = [
     "You write Python modules from their specifications. Write f1.py from f1.md, then run the tests.",
-    'system\nuser\nassistant\n<tool_response>\nok\n</tool_response>{"name": "read_file", "arguments": {"path": "f1.md"}}',
+    "system\nuser\nassistant\n<tool_response>\nok\n</tool_response>",
+    '{"name": "read_file", "arguments": {"path": "f1.md"}}',
     "def f1(x):\n    return x.upper()\n",
 ]
 

@@ -1,0 +1,210 @@
+"""Anthropic Messages, streaming and not, with tools: the basic form.
+
+Not yet: thinking blocks with our signatures, deferred tools, server tools (a block of an unknown type leaves its name
+as text).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+from proxyd.conversation import Conversation, Message, Reply, Request, ToolCall
+from proxyd.dialects import BadRequest, Failure, Written, load_json
+
+JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
+STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_READ = {"messages", "system", "tools", "stream", "model", "max_tokens"}
+_SILENT = {"thinking", "redacted_thinking"}  # ours to issue; without a signature of ours they say nothing
+
+
+class AnthropicMessages:
+    """POST /v1/messages."""
+
+    def read(self, body: bytes) -> Request:
+        """Raises BadRequest."""
+        try:
+            given = load_json(body)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"The request body is not valid JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise BadRequest("The request body must be an object")
+        messages = given.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise BadRequest("messages: at least one message is required")
+        out = [Message("system", _plain(given["system"]))] if given.get("system") else []
+        for place, message in enumerate(messages):
+            out += _messages(message, place)
+        limit = given.get("max_tokens")
+        return Request(
+            conversation=Conversation(tuple(out), _tools(given.get("tools"))),
+            max_tokens=limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None,
+            stream=bool(given.get("stream")),
+            include_usage=True,
+            model=str(given.get("model") or ""),
+            unknown=tuple(sorted(k for k in given if k not in _READ)),
+        )
+
+    def write(self, reply: Reply, request: Request) -> Written:
+        if request.stream:
+            return Written(200, SSE, _events(reply))
+        body = {**_head(reply), "content": _content(reply), "stop_reason": STOP[reply.finish], "usage": _usage(reply)}
+        return Written(200, JSON, orjson.dumps(body))
+
+    def fail(self, failure: Failure) -> Written:
+        status, kind, message = _wording(failure)
+        return Written(status, JSON, orjson.dumps({"type": "error", "error": {"type": kind, "message": message}}))
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def _tools(tools: Any) -> bytes:
+    """The tool list in the form that chat templates render."""
+    if not isinstance(tools, list) or not tools:
+        return b""
+    out = []
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise BadRequest("tools: expected objects")
+        function = {"name": tool.get("name"), "description": tool.get("description")}
+        if "input_schema" in tool:
+            function["parameters"] = tool["input_schema"]
+        out.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
+    return orjson.dumps(out)
+
+
+def _plain(content: Any) -> str:
+    """Text of a string or of blocks; cache markers and the string/array form make no difference."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return "" if content is None else json.dumps(content)
+    return "\n".join(t for t in (_block_text(b) for b in content) if t is not None)
+
+
+def _block_text(block: Any) -> str | None:
+    if isinstance(block, str):
+        return block
+    if not isinstance(block, dict):
+        return str(block)
+    if block.get("type") in _SILENT:
+        return None
+    if isinstance(block.get("text"), str):
+        return str(block["text"])
+    return f"[{block.get('type', 'unknown block')}]"
+
+
+def _messages(given: Any, place: int) -> list[Message]:
+    """One message of the dialect: an assistant turn, or results and user text in their order."""
+    if not isinstance(given, dict) or given.get("role") not in ("user", "assistant", "system"):
+        raise BadRequest(f"messages.{place}.role: Input should be 'user', 'assistant' or 'system'")
+    role, content = given["role"], given.get("content")
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": _plain(content)}]
+    if role == "assistant":
+        return [_assistant(blocks, place)]
+    out: list[Message] = []
+    texts: list[Any] = []
+    for block in blocks:
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            out += _texts(role, texts)
+            texts = []
+            out.append(Message("tool", _plain(block.get("content")), call_id=str(block.get("tool_use_id") or "")))
+        else:
+            texts.append(block)
+    return [*out, *_texts(role, texts)]
+
+
+def _texts(role: str, blocks: list[Any]) -> list[Message]:
+    if not blocks:
+        return []
+    last = _block_text(blocks[-1]) if len(blocks) > 1 else None
+    return [Message(role, _plain(blocks), last_text=last or "")]
+
+
+def _assistant(blocks: list[Any], place: int) -> Message:
+    calls: list[ToolCall] = []
+    texts: list[Any] = []
+    for block in blocks:
+        if isinstance(block, dict) and block.get("type") == "tool_use":
+            if not isinstance(block.get("name"), str):
+                raise BadRequest(f"messages.{place}.content: a tool_use needs a name")
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            calls.append(ToolCall(str(block.get("id") or ""), block["name"], arguments))
+        else:
+            texts.append(block)
+    return Message("assistant", _plain(texts), tuple(calls))
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def _head(reply: Reply) -> dict[str, Any]:
+    return {
+        "id": f"msg_{reply.call.replace('-', '')}",
+        "type": "message",
+        "role": "assistant",
+        "model": reply.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    return {
+        "input_tokens": reply.prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": reply.completion_tokens,
+    }
+
+
+def _content(reply: Reply) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
+    for call in reply.calls:
+        out.append({"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.loads(call.arguments)})
+    return out
+
+
+def _events(reply: Reply) -> bytes:
+    start = {**_head(reply), "usage": {**_usage(reply), "output_tokens": 1}}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    for place, block in enumerate(_content(reply)):
+        opening: dict[str, Any]
+        delta: dict[str, Any]
+        if block["type"] == "text":
+            opening, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            opening = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+        events.append({"type": "content_block_start", "index": place, "content_block": opening})
+        events.append({"type": "content_block_delta", "index": place, "delta": delta})
+        events.append({"type": "content_block_stop", "index": place})
+    ending = {"stop_reason": STOP[reply.finish], "stop_sequence": None}
+    events.append({"type": "message_delta", "delta": ending, "usage": _usage(reply)})
+    events.append({"type": "message_stop"})
+    return b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), orjson.dumps(e)) for e in events)
+
+
+def _wording(failure: Failure) -> tuple[int, str, str]:
+    match failure.kind:
+        case "unauthorized":
+            return 401, "authentication_error", "invalid x-api-key"
+        case "overflow":
+            message = f"prompt is too long: {failure.tokens} tokens > {failure.limit} maximum"
+            return 400, "invalid_request_error", message
+        case "not_found" | "no_model":
+            return 404, "not_found_error", failure.why
+        case "forbidden":
+            return 403, "permission_error", failure.why
+        case "too_large":
+            return 413, "request_too_large", failure.why
+        case "bad_request":
+            return 400, "invalid_request_error", failure.why
+        case "unavailable":
+            return 503, "api_error", failure.why
+        case _:
+            return 500, "api_error", failure.why or "Internal server error"

@@ -1,0 +1,71 @@
+"""Agents and purposes follow from structure alone."""
+
+from __future__ import annotations
+
+from proxyd.chat import ChatModel
+from proxyd.conversation import Message
+from proxyd.labels import Relabel, label_of
+from tests.proxyd.test_capture import SYSTEM, TASK, Execution, call_text, echo
+
+SUB = Message("system", "You are a sub-agent.")
+ASK = Message("user", "The context is nearly full. Say in one line what is left.")
+
+
+def test_the_first_root_is_the_main_agent_and_its_repeat_is_a_retry(chat: ChatModel) -> None:
+    run = Execution(chat)
+    _, first = run.turn([SYSTEM, TASK], "ok")
+    _, again = run.turn([SYSTEM, TASK], "ok")
+    assert first.agent.role == again.agent.role == "main"
+    assert again.attempt.of == "k1"
+
+
+def test_a_root_that_quotes_an_open_tool_call_is_its_sub_agent(chat: ChatModel) -> None:
+    run = Execution(chat)
+    node, _ = run.turn([SYSTEM, TASK], call_text("task", {"prompt": "Write f2.py from f2.md"}))
+    child, plan = run.turn([SUB, Message("user", "Write f2.py from f2.md")], "written")
+    assert (plan.agent.role, plan.agent.parent) == ("sub-agent", node.spoken.calls[0].id)
+    _, more = run.ask([SUB, Message("user", "Write f2.py from f2.md"), echo(child), Message("user", "sure?")])
+    assert more.agent == plan.agent and label_of(more.agent, "turn") == "sub-agent"
+
+
+def test_a_tool_call_that_was_answered_starts_no_sub_agent(chat: ChatModel) -> None:
+    run = Execution(chat)
+    node, _ = run.turn([SYSTEM, TASK], call_text("task", {"prompt": "Write f2.py"}))
+    run.turn([SYSTEM, TASK, echo(node), Message("tool", "done", call_id=node.spoken.calls[0].id)], "ok")
+    _, plan = run.ask([SUB, Message("user", "Write f2.py")])
+    assert plan.agent.role == "unlabelled"
+
+
+def test_a_summary_is_known_when_its_answer_is_quoted(chat: ChatModel) -> None:
+    run = Execution(chat)
+    node, _ = run.turn([SYSTEM, TASK], call_text("read_file", {"path": "f1.md"}))
+    history = [SYSTEM, TASK, echo(node), Message("tool", "spec", call_id=node.spoken.calls[0].id)]
+    asked, _ = run.turn([*history, ASK], "f1 is read")
+    _, plan = run.ask([SYSTEM, Message("user", TASK.text + "\n\nSo far: f1 is read")])
+    assert plan.relabels == [Relabel(asked.call, "summary", "main-summary")]
+    assert plan.agent.id == "main"
+
+
+def test_an_empty_summary_is_known_by_the_text_it_extends(chat: ChatModel) -> None:
+    run = Execution(chat)
+    node, _ = run.turn([SYSTEM, TASK], "I begin.")
+    asked, _ = run.turn([SYSTEM, TASK, echo(node), ASK], " ")
+    _, plan = run.ask([SYSTEM, Message("user", TASK.text + "\n\nSo far: ")])
+    assert plan.relabels == [Relabel(asked.call, "summary", "main-summary")]
+
+
+def test_a_sub_agents_summary_belongs_to_the_sub_agent(chat: ChatModel) -> None:
+    run = Execution(chat)
+    run.turn([SYSTEM, TASK], call_text("task", {"prompt": "Write f2.py"}))
+    child, plan = run.turn([SUB, Message("user", "Write f2.py")], "reading")
+    asked, _ = run.turn([SUB, Message("user", "Write f2.py"), echo(child), ASK], "half written")
+    _, after = run.ask([SUB, Message("user", "Write f2.py\n\nSo far: half written")])
+    assert after.relabels == [Relabel(asked.call, "summary", "sub-agent-summary")]
+    assert after.agent == plan.agent
+
+
+def test_what_structure_does_not_tell_is_unlabelled(chat: ChatModel) -> None:
+    run = Execution(chat)
+    run.turn([SYSTEM, TASK], "ok")
+    _, plan = run.ask([Message("system", "Make a title."), Message("user", "whatever")])
+    assert label_of(plan.agent, "turn") == "unlabelled"
