@@ -479,20 +479,29 @@ class Scheduler:
         return False
 
     def _train(self, now: float) -> None:
+        if self.version.step >= self.burst_end:
+            self._turn_cells(now)  # back, before the next burst begins and hides that the last one ended
+        self._dispatch_groups(now)
+        self._turn_cells(now)
+
+    def _turn_cells(self, now: float) -> None:
+        view = self.view()
+        for decision in self._owed(view) or self.policy.turns(view):
+            self._turn(decision, now)
+
+    def _dispatch_groups(self, now: float) -> None:
         view = self.view()
         count = self.policy.groups_to_dispatch(view)
         if view.step >= view.burst_end:
             self.owed_groups = 0  # a new burst asks for all its groups anyway
         elif self.owed_groups and view.water_level == 0 and view.serving():
             count, self.owed_groups = self.owed_groups, 0
-        if count and view.step < view.steps_total:
+        if not count or view.step >= view.steps_total:
+            return
+        if view.step >= view.burst_end:
             steps = -(-count // view.groups_per_batch)
-            if view.step >= view.burst_end:
-                self.burst_end = min(view.step + steps, view.steps_total)
-            self._dispatch([self.queue.next() for _ in range(count)], self.config.scheduler.group_size, Purpose.TRAIN, now)
-            view = self.view()
-        for decision in self._owed(view) or self.policy.turns(view):
-            self._turn(decision, now)
+            self.burst_end = min(view.step + steps, view.steps_total)
+        self._dispatch([self.queue.next() for _ in range(count)], self.config.scheduler.group_size, Purpose.TRAIN, now)
 
     def _owed(self, view: policies.View) -> list[policies.Decision]:
         """Groups must be made up but nobody serves: the last cell that trains comes back to serve them."""

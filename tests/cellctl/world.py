@@ -108,6 +108,9 @@ class World:
         def end() -> None:
             if order.execution not in self.running:
                 return
+            if Role.ROLLOUT not in self.roles.values():  # its calls are held until a cell serves
+                self.put(1.0, end)
+                return
             del self.running[order.execution]
             outcome = self.random.choices([Outcome.SCORED, Outcome.PARTIAL, Outcome.EVALUATOR_FAILED], self.odds)[0]
             score = self.random.random() if outcome.counts else None
