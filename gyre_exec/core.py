@@ -20,6 +20,7 @@ from gyre_exec import events as e
 
 REMEMBERED = 20_000  # noted executions whose late orders are still recognised
 ERROR_CHARS = 2_000
+EARLY_S = 0.05  # a timer may come due a little before the time it was set for; it is then set again
 SIGKILL = -9
 
 
@@ -301,7 +302,7 @@ class ExecutorCore:
             self._out.append(e.Evaluate(execution=held.order.execution, attempt=1))
 
     def _tick(self, now: float) -> None:
-        if self._wake_at is not None and now >= self._wake_at:
+        if self._wake_at is not None and now >= self._wake_at - EARLY_S:
             self._wake_at = None
         for name in [n for n, at in self._due.items() if at <= now]:
             held = self.held[name]

@@ -47,9 +47,6 @@ class Downstream(asyncio.Protocol):
         except http1.HttpError as error:
             self._bad(error)
             return
-        if self._reader.wants_continue and not self._told_to_continue and self._waiting is None:
-            self._told_to_continue = True
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if len(self._next) > MAX_PIPELINED:
             self.abort()
         elif self._waiting is None:
@@ -66,13 +63,16 @@ class Downstream(asyncio.Protocol):
             self._told_to_continue = False
             self._waiting = Waiter(self, request)
             self._accept(self._waiting, request)
+        elif self._reader.wants_continue and not self._told_to_continue:
+            self._told_to_continue = True
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def done(self, *, keep_alive: bool) -> None:
         """The present request is answered."""
         self._waiting = None
         if not keep_alive:
             self.close()
-        elif self._next:
+        elif self._next or self._reader.wants_continue:
             asyncio.get_running_loop().call_soon(self._serve_if_free)
 
     def _serve_if_free(self) -> None:

@@ -207,6 +207,7 @@ class Relay:
         self._join(call, waiter)
         call.timer = loop.call_later(self._limits.quiet_s, self._ping, call)
         call.task = loop.create_task(self._carry(call))
+        call.task.add_done_callback(lambda task: self._carried(call, task))
 
     def _ping(self, call: Call) -> None:
         for waiter in call.waiters:
@@ -240,6 +241,13 @@ class Relay:
         if call.request.method == b"POST" and answer.status < 400:
             account.calls += 1
         self._deliver(call)
+
+    def _carried(self, call: Call, task: asyncio.Task[None]) -> None:
+        """A bug of ours must not leave a harness waiting for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("call %s of %s broke", call.id, call.account.execution, exc_info=error)
+            call.answer = http1.Message((), b"the relay failed", True, status=500)
+            self._deliver(call)
 
     async def _attempt(self, raw: bytes, *, is_head: bool) -> tuple[http1.Message | None, str]:
         try:

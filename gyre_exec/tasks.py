@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from gyre_base.ids import is_safe_name
@@ -64,8 +64,8 @@ def from_dict(body: Any, *, folder: str, where: str) -> Task:
     instruction = body.get("instruction")
     if not isinstance(instruction, str) or not instruction.strip():
         raise TaskError(f"{where}: `instruction` is missing; write what the agent shall do")
-    if "\0" in instruction:
-        raise TaskError(f"{where}: `instruction` holds a NUL character, which no command line can carry")
+    if "\0" in instruction or not _encodes(instruction):
+        raise TaskError(f"{where}: `instruction` holds a NUL or half a character, which no command line can carry")
     return Task(
         id=identity,
         instruction=instruction,
@@ -85,7 +85,7 @@ def _evaluator(body: Any, where: str) -> Evaluator:
     if not isinstance(body, dict):
         raise TaskError(f"{where}: `evaluator` must be an object with `command`, not {type(body).__name__}")
     command = body.get("command")
-    if not isinstance(command, list) or not command or not all(isinstance(c, str) and "\0" not in c for c in command):
+    if not isinstance(command, list) or not command or not all(map(_is_argument, command)):
         raise TaskError(f"{where}: `evaluator.command` must be a list of strings, not {command!r}")
     for word in unknown_placeholders(command):
         raise TaskError(f"{where}: unknown placeholder {{{word}}} in the evaluator; known: {', '.join(PLACEHOLDERS)}")
@@ -116,28 +116,45 @@ def _files(body: Any, where: str) -> dict[str, str]:
             raise TaskError(f"{where}[{path!r}] must be text, not {type(text).__name__}")
         if len(text) > MAX_FILE_BYTES:
             raise TaskError(f"{where}[{path!r}] is larger than {MAX_FILE_BYTES >> 20} MiB")
-        why = path_problem(path)
+        why = path_problem(path) if _encodes(path) else "half a character in it"
+        if not _encodes(text):
+            raise TaskError(f"{where}[{path!r}] holds half a character (a lone surrogate); write whole ones")
         if why:
             raise TaskError(f"{where}[{path!r}]: {why}; use a relative path below the directory, such as src/main.py")
     for path in body:
-        for above in PurePosixPath(path).parents:
-            if str(above) in body:
-                raise TaskError(f"{where}[{path!r}]: {str(above)!r} is a file and a directory at once; rename one")
+        above = path
+        while "/" in above:
+            above = above.rpartition("/")[0]
+            if above in body:
+                raise TaskError(f"{where}[{path!r}]: {above!r} is a file and a directory at once; rename one")
     return dict(body)
+
+
+def _encodes(text: str) -> bool:
+    """Whether it can become bytes: JSON may hold half a surrogate pair."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_argument(value: Any) -> bool:
+    return isinstance(value, str) and "\0" not in value and _encodes(value)
 
 
 def path_problem(path: str) -> str | None:
     """Why this path may not become a file below a directory of ours, or None."""
-    pure = PurePosixPath(path)
+    parts = path.split("/")
     if not path or "\0" in path or path.endswith("/"):
         return "not the name of a file"
-    if pure.is_absolute():
+    if path.startswith("/"):
         return "an absolute path"
-    if ".." in pure.parts or not pure.parts:
+    if ".." in parts:
         return "it leads out of the directory"
-    if str(pure) != path:
-        return f"not in its plain form ({pure})"
-    if any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in pure.parts) or len(path) > 1024:
+    if "." in parts or "" in parts:
+        return "not in its plain form"
+    if len(path) > 1024 or any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts):
         return "a name that is too long"
     return None
 

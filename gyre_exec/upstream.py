@@ -120,7 +120,10 @@ class Upstream:
             raise
 
     async def _connect(self) -> _Connection:
-        self._address = self._address or self._find()
+        try:
+            self._address = self._address or self._find()
+        except (OSError, ValueError) as error:
+            raise Broken(f"the endpoint of proxyd can't be read: {error}") from None
         if self._address is None:
             raise Broken("proxyd has no endpoint yet")
         host, port = self._address

@@ -43,8 +43,9 @@ class Plain:
             raise WorkspaceError(f"task {task.id} needs a container; workspace `plain` has none")
         try:
             remove_tree(self._folder)
-            for folder in (self.root, self._folder / "tmp"):
-                folder.mkdir(mode=0o700, parents=True)
+            self._folder.mkdir(mode=0o700, parents=True)
+            self.root.mkdir(mode=0o700)
+            (self._folder / "tmp").mkdir(mode=0o700)
             write_files(self.root, task.workspace)
         except OSError as error:
             raise WorkspaceError(f"cannot make the workspace {self.root}: {error.strerror or error}") from None
@@ -59,17 +60,19 @@ KINDS: dict[str, type[Plain]] = {"plain": Plain}
 
 def write_files(root: Path, files: Mapping[str, str]) -> None:
     """Texts by relative path into a fresh directory. Raises WorkspaceError on a path that leads out."""
-    made = {root}
+    base = str(root)
+    made = {base}
     for relative, text in files.items():
         why = path_problem(relative)
         if why:
             raise WorkspaceError(f"{relative!r}: {why}")
-        target = root / relative
-        if target.parent not in made:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            made.add(target.parent)
-        with open(target, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            file.write(text)
+        target = f"{base}/{relative}"
+        parent = target.rpartition("/")[0]
+        if parent not in made:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+            made.add(parent)
+        with open(target, "wb") as file:
+            file.write(text.encode("utf-8", "surrogateescape"))
 
 
 def remove_tree(path: Path) -> None:

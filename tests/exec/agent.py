@@ -1,7 +1,7 @@
 """A scripted harness for tests: standard library only; the instruction is JSON, a list of steps.
 
-call TEXT | stream TEXT | write PATH TEXT | sleep S | print MIB | exit CODE | fork (a child that ignores TERM) | escape (a child in
-a session of its own) | stubborn (ignore TERM) | env PATH (write the environment as JSON) | raise
+call TEXT | stream TEXT | write PATH TEXT | sleep S | print MIB | exit CODE | fork (a child that ignores TERM) |
+escape (a child in a session of its own) | stubborn (ignore TERM) | env PATH (write the environment as JSON) | raise
 """
 
 import http.client
@@ -16,20 +16,22 @@ import urllib.parse
 LOOP = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
-def call(text, stream=False):
+def call(text: str, stream: bool = False) -> bytes:
     base = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
-    connection = http.client.HTTPConnection(base.hostname, base.port, timeout=60)
-    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "stream": stream, "messages": [{"role": "user", "content": text}]})
+    connection = http.client.HTTPConnection(base.hostname or "", base.port, timeout=60)
+    body = json.dumps(
+        {"model": os.environ["OPENAI_MODEL"], "stream": stream, "messages": [{"role": "user", "content": text}]}
+    )
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     connection.request("POST", base.path + "/chat/completions", body, headers)
     answer = connection.getresponse()
     data = answer.read()
     if answer.status != 200:
-        sys.exit("the server answered %d: %r" % (answer.status, data[:200]))
+        sys.exit(f"the server answered {answer.status}: {data[:200]!r}")
     return data
 
 
-def main():
+def main() -> None:
     for step, *arguments in json.loads(sys.argv[-1]):
         if step in ("call", "stream"):
             call(arguments[0], stream=step == "stream")

@@ -1,38 +1,35 @@
-"""A scripted evaluator for tests. The hidden file `mode` says how it behaves; the score is the length of `answer` over ten."""
+"""A scripted evaluator for tests. The hidden file `mode` says how it behaves; the score is len(answer) / 10."""
 
 import json
-import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 
-def main():
-    options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    workspace, tests, out = options["--workspace"], options["--tests"], options["--out"]
-    with open(os.path.join(tests, "mode")) as file:
-        mode, _, argument = file.read().partition(" ")
-    if mode == "crash" or (mode == "flaky" and not os.path.exists(argument)):
+def main() -> None:
+    options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    out = Path(options["--out"])
+    mode, _, argument = (Path(options["--tests"]) / "mode").read_text().partition(" ")
+    if mode == "crash" or (mode == "flaky" and not Path(argument).exists()):
         if mode == "flaky":
-            open(argument, "w").close()
+            Path(argument).touch()
         raise RuntimeError("the judge is ill")
     if mode == "hang":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         time.sleep(600)
     if mode == "rubbish":
-        with open(out, "w") as file:
-            file.write(argument)
-        return
-    if mode == "silent":
-        return
-    answer = os.path.join(workspace, "answer")
-    if not os.path.exists(answer):
-        result = {"no_artifact": True}
-    else:
-        score = len(open(answer).read()) / 10
-        result = {"score": score, "parts": {"length": score, "there": True}}
-    with open(out, "w") as file:
-        json.dump(result, file)
+        out.write_text(argument)
+    elif mode != "silent":
+        out.write_text(json.dumps(judge(Path(options["--workspace"]) / "answer")))
+
+
+def judge(answer: Path) -> dict[str, Any]:
+    if not answer.exists():
+        return {"no_artifact": True}
+    score = len(answer.read_text()) / 10
+    return {"score": score, "parts": {"length": score, "there": True}}
 
 
 if __name__ == "__main__":

@@ -149,7 +149,9 @@ class Proxyd:
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         life = self.run.next_life("proxyd")
         self.run.publish(
-            EndpointFile("proxyd", "proxyd", "tcp://127.0.0.1:1", life, os.getpid(), {"http": f"http://127.0.0.1:{port}"})
+            EndpointFile(
+                "proxyd", "proxyd", "tcp://127.0.0.1:1", life, os.getpid(), {"http": f"http://127.0.0.1:{port}"}
+            )
         )
 
     async def stop(self) -> None:

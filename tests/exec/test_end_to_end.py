@@ -18,7 +18,6 @@ from gyre_base import bus
 from gyre_base import messages as m
 from gyre_base.keys import make_keys
 from gyre_base.vocabulary import Outcome
-from gyre_exec import daemon
 from tests.exec.rig import Cellctl, ExecutorProcess, Proxyd, answer_ok, make_run, nothing_left, processes_of, rig, task
 
 WRITE = ("write", "answer", "seven77")
@@ -41,7 +40,7 @@ async def test_an_execution_that_finishes_is_scored_and_only_its_outcome_stays(t
 
 
 async def test_a_harness_sees_a_minimal_environment_and_its_workspace(tmp_path: Path) -> None:
-    settings = {"keep_workspaces": True, "harness_env": {"NOTES": "{workspace}/notes", "EXTRA": "1"}}
+    settings: dict[str, Any] = {"keep_workspaces": True, "harness_env": {"NOTES": "{workspace}/notes", "EXTRA": "1"}}
     async with rig(tmp_path, **settings) as (cellctl, _proxyd, executor):
         await cellctl.order("e1", task(["call", "x"], ["env", "env.json"], WRITE))
         await cellctl.outcome("e1")
@@ -148,7 +147,9 @@ async def test_proxyd_dies_and_moves_while_calls_wait_and_no_harness_sees_it(tmp
         text = body["messages"][0]["content"]
         assert seen.setdefault(text, request.headers["X-Gyre-Call"]) == request.headers["X-Gyre-Call"]
         await asyncio.sleep(0.3)
-        return web.Response(text="data: [DONE]\n\n", content_type="text/event-stream", headers={"X-Gyre-Waited": "0.25"})
+        return web.Response(
+            text="data: [DONE]\n\n", content_type="text/event-stream", headers={"X-Gyre-Waited": "0.25"}
+        )
 
     async with rig(tmp_path, hang) as (cellctl, proxyd, executor):
         for number in range(10):
@@ -238,19 +239,21 @@ def _parent(path: Path) -> int:
 
 
 async def test_a_bad_start_is_one_clear_line(tmp_path: Path) -> None:
-    assert daemon.main(["--run", str(tmp_path / "nothing"), "--name", "ex0"]) == 4
     run = make_run(tmp_path / "run", harness=[])
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gyre_exec.daemon", "--run", str(run.root)),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, err = await process.communicate()
-    assert process.returncode == 2 and err.decode().count("\n") == 1 and "tasks.harness is empty" in err.decode()
+    for root, code, words in (
+        (tmp_path / "none", 4, "is not a run directory"),
+        (run.root, 2, "tasks.harness is empty"),
+    ):
+        command = (sys.executable, "-m", "gyre_exec.daemon", "--run", str(root))
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, err = await process.communicate()
+        assert (process.returncode, err.decode().count("\n")) == (code, 1)
+        assert words in err.decode()
 
 
 async def test_the_cost_of_an_execution_stays_small(tmp_path: Path) -> None:
     """The executor's own CPU per execution with 7 calls each; the figure of the docs comes from a quiet machine."""
-    count = 48
+    count = 32
     async with rig(tmp_path, answer_ok) as (cellctl, _proxyd, executor):
         await cellctl.order("warm", task(["call", "x"], WRITE))
         await cellctl.outcome("warm")
