@@ -163,6 +163,8 @@ class FakeCellctl:
         self.hellos: list[m.Hello] = []
         self.heard: list[Any] = []
         self.table = 0
+        self.latest: tuple[m.EngineTable, ...] = ()
+        self.opened: dict[str, m.OpenExecution] = {}
         self._lives: list[tuple[Server, asyncio.Task[None]]] = []
 
     async def start(self) -> FakeCellctl:
@@ -190,6 +192,7 @@ class FakeCellctl:
             self.peer = received.peer
             self.hellos.append(received.message)
             await self.server.send(received.peer, m.Welcome(life=life), received.correlation)
+            await self.say(*self.opened.values(), *self.latest)
         elif not isinstance(received.message, m.Heartbeat):
             self.heard.append(received.message)
 
@@ -212,15 +215,17 @@ class FakeCellctl:
             m.Engine(cell=e.name, url=e.url, version=e.version, order=n, slots=8, serving=e.name not in away)
             for n, e in enumerate(engines)
         )
-        await self.say(m.EngineTable(number=self.table, engines=lines))
+        self.latest = (m.EngineTable(number=self.table, engines=lines),)
+        await self.say(*self.latest)
         client = Client(self.run, self.keys, "proxyd")
         async with asyncio.timeout(15.0):
-            while (await client.ask(m.StatusRequest())).rows[0]["table"] < self.table:
+            while (await client.ask(m.StatusRequest())).rows[0]["table"] < self.table:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         client.close()
 
     async def open(self, execution: str, temperature: float = 1.0) -> None:
-        await self.say(m.OpenExecution(execution=execution, purpose=Purpose.TRAIN, temperature=temperature))
+        self.opened[execution] = m.OpenExecution(execution=execution, purpose=Purpose.TRAIN, temperature=temperature)
+        await self.say(self.opened[execution])
 
     def said(self, kind: type) -> list[Any]:
         return [h for h in self.heard if isinstance(h, kind)]

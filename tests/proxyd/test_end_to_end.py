@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -254,6 +255,62 @@ async def test_a_closed_execution_is_aborted_and_refused(world: World) -> None:
     await world.cellctl.until(lambda: not engine.running)
     assert (await world.chat_call("x10", [TASK], "c3"))[0] == 403
     assert not world.calls("x10")
+
+
+async def test_kills_and_drains_under_load_are_not_seen_in_any_record(tmp_path: Path, tokenizer: Path) -> None:
+    async with World(tmp_path / "run", tokenizer) as world:
+        opening = list(world.chat.opening.ids)
+
+        def answer_to(prompt: list[int]) -> list[int]:
+            """An answer that depends on the whole prompt before it."""
+            return [*((len(prompt) * 7 + n) % 90 + 10 for n in range(20)), world.chat.end_id]
+
+        def script(prompt: list[int]) -> list[int]:
+            """The prompt comes bare or with a part of the answer."""
+            at = max(n for n in range(len(prompt)) if prompt[n : n + len(opening)] == opening) + len(opening)
+            return split(prompt, answer_to(prompt[:at]), at)
+
+        engines = [await world.engine(name, script) for name in "ab"]
+        for n in range(10):
+            await world.cellctl.open(f"e{n}")
+        await world.cellctl.serve(*engines)
+        load = asyncio.gather(*(_work(world, f"e{n}") for n in range(10)))
+        for epoch in (1, 2):
+            await asyncio.sleep(0.1)
+            leaving = "ab"[epoch % 2]
+            await world.cellctl.serve(*engines, away=(leaving,))
+            await world.cellctl.say(m.DrainCell(cell=leaving, epoch=epoch))
+            await asyncio.sleep(0.05)
+            await world.stop_proxyd(signal.SIGKILL)
+            await world.start_proxyd()
+            await world.cellctl.serve(*engines)
+        await load
+        for n in range(10):
+            calls = world.calls(f"e{n}")
+            assert sorted(calls) == [f"c{turn}" for turn in range(5)]
+            before: list[int] = []
+            for turn in range(5):
+                call = calls[f"c{turn}"]
+                prompt, completion = call.prompt_ids.tolist(), call.completion_ids.tolist()
+                assert prompt[: len(before)] == before, "a history did not continue with its own ids"
+                assert completion == answer_to(prompt), "tokens were lost or doubled"
+                assert call.spans[0].start == 0 and call.spans[-1].end == len(completion)
+                before = prompt + completion
+
+
+async def _work(world: World, execution: str) -> None:
+    """A harness behind a relay: five turns, each sent again under its id until a whole answer is there."""
+    history: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": f"task of {execution}"}]
+    for turn in range(5):
+        while True:
+            try:
+                status, body, _ = await world.chat_call(execution, history, f"c{turn}")
+                break
+            except (aiohttp.ClientError, OSError):
+                await asyncio.sleep(0.05)
+        assert status == 200, body
+        history = [*history, echo(body), {"role": "user", "content": f"turn {turn}"}]
+        await asyncio.sleep(0.1)
 
 
 async def test_a_new_cellctl_is_greeted_and_views_answer(tmp_path: Path, tokenizer: Path) -> None:

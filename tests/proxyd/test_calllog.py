@@ -1,0 +1,137 @@
+"""What was answered is on disk; a full disk holds calls; the next life has the same trees."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gyre_base.rundir import RunDir
+from gyre_base.runfile import CallWriter, Note, RunHeader, RunReader, Span, encode
+from proxyd import calllog
+from proxyd.capture import Plan
+from proxyd.chat import ChatModel, Piece
+from proxyd.conversation import Conversation, Message
+from proxyd.daemon import open_executions
+from proxyd.labels import Relabel
+from proxyd.records import Facts, Progress, call_record, relabel_note, restore
+from tests.proxyd.test_capture import SYSTEM, TASK, Execution, echo, random_answer, random_new
+
+HEADER = RunHeader(run="r", writer="proxyd")
+
+
+def texts(path: Path) -> list[str]:
+    return [located.record.text for located in RunReader(path).records() if isinstance(located.record, Note)]
+
+
+async def test_a_line_is_on_disk_when_its_future_is_done(tmp_path: Path) -> None:
+    log = calllog.CallLog(tmp_path / "proxyd-1.jsonl", HEADER, durable=True)
+    await asyncio.gather(*(log.note(Note(text=str(n))) for n in range(100)))
+    assert texts(log.path) == [str(n) for n in range(100)], "in order, all of them"
+    log.close()
+
+
+async def test_one_bad_record_fails_alone(tmp_path: Path) -> None:
+    log = calllog.CallLog(tmp_path / "proxyd-1.jsonl", HEADER, durable=False)
+    bad = log.append(lambda: [][0])
+    good = log.note(Note(text="good"))
+    with pytest.raises(IndexError):
+        await bad
+    await good
+    assert texts(log.path) == ["good"]
+    log.close()
+
+
+async def test_a_full_disk_holds_answers_and_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calllog, "RETRY_S", 0.02)
+    log = calllog.CallLog(tmp_path / "proxyd-1.jsonl", HEADER, durable=True)
+    write, full = os.write, [True]
+
+    def short(descriptor: int, data: Any) -> int:
+        if full[0] and descriptor == log._descriptor:
+            if len(data) > 8:
+                return write(descriptor, bytes(data)[:8])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", short)
+    future = log.note(Note(text="kept"))
+    await asyncio.sleep(0.15)
+    assert not future.done() and log.trouble == "No space left on device"
+    full[0] = False
+    await asyncio.wait_for(future, 5.0)
+    assert texts(log.path) == ["kept"] and not log.trouble
+    log.close()
+
+
+# ---- the next life -----------------------------------------------------------------------------------------------
+
+
+def write_life(path: Path, execution: str, asked: list[tuple[str, Plan, Piece]], relabels: list[Relabel]) -> None:
+    writer = CallWriter(keyframe_calls=3)
+    with path.open("wb") as file:
+        file.write(encode(HEADER))
+        for seq, (call, plan, completion) in enumerate(asked):
+            facts = Facts(execution, call, seq, 1.0, 2.0, "stop", 1.0, 0.5, 0, 0)
+            count = len(completion.ids)
+            progress = Progress(list(completion.ids), [-0.5] * count, [Span("0.0", 0, count)])
+            base = plan.base.call if plan.base is not None else None
+            file.write(writer.call(call_record(facts, plan, progress), base, plan.keep))
+        for relabel in relabels:
+            file.write(encode(relabel_note(execution, relabel)))
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_next_life_plans_every_request_as_this_one_does(chat: ChatModel, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    run = Execution(chat)
+    node, plan = run.turn([SYSTEM, TASK], random_answer(rng))
+    asked = [(node.call, plan, node.completion)]
+    known = [([SYSTEM, TASK], node)]
+    relabels: list[Relabel] = []
+    for _ in range(6):
+        history, base = rng.choice(known)
+        request = [*history, echo(base), *random_new(base, rng)]
+        if rng.random() < 0.15:
+            request = [SYSTEM, Message("user", TASK.text + base.spoken.text)]
+        node, plan = run.turn(request, random_answer(rng))
+        relabels += plan.relabels
+        asked.append((node.call, plan, node.completion))
+        known.append((request, node))
+    directory = RunDir.create(tmp_path / str(seed))
+    write_life(directory.path("calls", "proxyd-1.jsonl"), "e", asked, relabels)
+    again = restore(calllog.earlier_records(directory), chat, {"e"})["e"]
+    for history, base in known:
+        request = Conversation((*history, echo(base), *random_new(base, rng)))
+        here, there = run.forest.plan("new", request), again.plan("new", request)
+        assert there.prompt_ids().tolist() == here.prompt_ids().tolist()
+        assert there.base is not None and here.base is not None and there.base.call == here.base.call == base.call
+        assert (there.agent, there.attempt) == (here.agent, here.attempt)
+        assert again.calls[base.call].spoken == base.spoken
+        assert again.calls[base.call].tokens == base.tokens
+    fresh = Conversation((Message("system", "other"), Message("user", "other")))
+    assert again.plan("z", fresh).agent.role == run.forest.plan("z", fresh).agent.role
+
+
+def test_only_open_executions_come_back(tmp_path: Path) -> None:
+    journal = tmp_path / "proxyd.jsonl"
+    lines = [
+        '{"at":1,"event":{"tag":"execution.open","execution":"a","purpose":"train","temperature":1.0},"commands":[]}',
+        '{"at":1,"event":{"tag":"execution.open","execution":"b","purpose":"eval-greedy","temperature":0.0},"commands":[]}',
+        '{"at":2,"event":{"tag":"proxyd.call","call":"x"},"commands":[]}',
+        '{"at":3,"event":{"tag":"execution.close","execution":"a"},"commands":[]}',
+    ]
+    journal.write_text("\n".join(lines) + "\n")
+    found = open_executions(journal)
+    assert list(found) == ["b"] and found["b"].temperature == 0.0
+    assert open_executions(tmp_path / "none") == {}
