@@ -107,6 +107,8 @@ class ExecutorCore:
                 self._cancel(event, now)
             case m.ExecutionNoted():
                 self._note(event)
+            case m.Welcome():  # cellctl is another one, or back: what it may have missed
+                self._out += [h.outcome for h in self.held.values() if h.outcome is not None]
             case Tick():
                 self._tick(now)
             case e.ClockRead():

@@ -238,6 +238,7 @@ class Executor(daemon.Shell):
                 answer = await self.client.ask(hello, timeout_s=HELLO_S, again_every_s=HELLO_S)
                 if isinstance(answer, m.Welcome):
                     self._server_seen = seen
+                    self.post(answer)
                     return
                 log.warning("cellctl does not want us: %r; asking again", answer)
                 await asyncio.sleep(daemon.HEARTBEAT_S)

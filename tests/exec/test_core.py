@@ -69,6 +69,13 @@ def test_the_life_of_an_execution() -> None:
     assert core.handle(order("x"), 21.0) == [] and core.holds() == ()
 
 
+def test_a_cellctl_that_is_new_or_back_hears_every_outcome_at_once() -> None:
+    core = running()
+    assert core.handle(m.Welcome(life=1), 1.0) == []
+    finished = outcome_in(core.handle(ended("x", -9), 2.0))
+    assert core.handle(m.Welcome(life=2), 3.0) == [finished]
+
+
 def test_orders_beyond_the_slots_wait_and_a_duplicate_starts_nothing() -> None:
     core = ExecutorCore(Limits(slots=1))
     core.handle(order("x"), 0.0)
@@ -270,4 +277,4 @@ class Executions(RuleBasedStateMachine):
 
 
 TestExecutions = Executions.TestCase
-TestExecutions.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestExecutions.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
