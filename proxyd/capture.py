@@ -96,6 +96,15 @@ class Plan:
 
 
 @dataclass(slots=True)
+class _Alike:
+    """Answers to one request that say the same. An echo without ids of ours can't tell them apart: the newest is meant,
+    and the first one's name stands for all, so that what continued an older one is still found."""
+
+    first: Node
+    newest: Node
+
+
+@dataclass(slots=True)
 class _Walk:
     """A request seen against the tree."""
 
@@ -113,7 +122,7 @@ class Forest:
         self.labels = Labels()
         self.calls: dict[str, Node] = {}
         self._issued: dict[str, Node] = {}  # tool-call id -> the answer that holds it
-        self._here: dict[tuple[bytes, bytes], Node] = {}  # (request digest, answer key) -> the answer
+        self._here: dict[tuple[bytes, bytes], _Alike] = {}  # (request digest, answer key) -> the answers
         self._anywhere: dict[bytes, Node] = {}  # answer key -> the newest such answer
         self._starts: dict[bytes, tuple[str, int]] = {}  # request digest -> (first call, how many)
 
@@ -144,30 +153,30 @@ class Forest:
             if message.role != "assistant":
                 walk.start = digest(walk.start, message_key(message))
                 continue
-            node = self._find(message, walk.start)
-            if node is None:
-                walk.start = digest(walk.start, exact_key(message))
-                continue
-            walk.ours[place] = node
-            if node.start == walk.start:
-                walk.base, walk.base_at = node, place + 1
-            walk.start = _end(walk.start, node.call)
+            node, name = self._find(message, walk.start)
+            if node is not None:
+                walk.ours[place] = node
+                if node.start == walk.start:
+                    walk.base, walk.base_at = node, place + 1
+            walk.start = digest(walk.start, b"answer", name)
         return walk
 
-    def _find(self, message: Message, start: bytes) -> Node | None:
-        """The answer of ours that an assistant message echoes: by id, by content here, by content anywhere."""
+    def _find(self, message: Message, start: bytes) -> tuple[Node | None, bytes]:
+        """The answer of ours that an assistant message echoes: by id, by content here, by content anywhere.
+
+        Beside it the name under which the history goes on; it must never depend on answers that come later.
+        """
         if message.calls and (node := self._issued.get(message.calls[0].id)) is not None:
-            if _same_calls(message, node.spoken):
-                return node
-            if [c.id for c in message.calls] == [c.id for c in node.spoken.calls] and loose_key(message) == loose_key(
-                node.spoken
-            ):
-                return node
+            same_ids = [c.id for c in message.calls] == [c.id for c in node.spoken.calls]
+            if same_ids and (_same(message, node.spoken) or loose_key(message) == loose_key(node.spoken)):
+                return node, text_bytes(node.call)
         key = exact_key(message)
-        node = self._here.get((start, key))
-        if node is None and not message.calls:
-            node = self._here.get((start, loose_key(message)))
-        return node if node is not None else self._anywhere.get(key)
+        alike = self._here.get((start, key))
+        if alike is None and not message.calls:
+            alike = self._here.get((start, loose_key(message)))
+        if alike is not None:
+            return alike.newest, text_bytes(alike.first.call)
+        return self._anywhere.get(key), key
 
     def _tail(self, conversation: Conversation, walk: _Walk) -> list[Piece]:
         """The pieces after the base: filler or head, then units, with our own answers as they were sampled."""
@@ -237,16 +246,12 @@ class Forest:
         for made in node.spoken.calls:
             self._issued[made.id] = node
         key = exact_key(node.spoken)
-        self._here[node.start, key] = node
         self._anywhere[key] = node
+        alike = self._here.setdefault((node.start, key), _Alike(node, node))
+        alike.newest = node
         if not node.spoken.calls:
-            self._here[node.start, loose_key(node.spoken)] = node
+            self._here.setdefault((node.start, loose_key(node.spoken)), alike)
         self.labels.answered(node.call, node.agent, node.spoken, asked=node.asked, root=root)
-
-
-def _end(start: bytes, call: str) -> bytes:
-    """The digest of a history that ends in this answer: unique to the answer, so equal words of siblings differ."""
-    return digest(start, b"answer", text_bytes(call))
 
 
 def _asks(new: Sequence[Message]) -> bool:
@@ -254,12 +259,11 @@ def _asks(new: Sequence[Message]) -> bool:
     return bool(new) and new[-1].role == "user" and all(m.role == "tool" for m in new[:-1])
 
 
-def _same_calls(message: Message, spoken: Spoken) -> bool:
-    """Whether an echo is what we sent, arguments as JSON values."""
+def _same(message: Message, spoken: Spoken) -> bool:
+    """Whether an echo is what we sent, arguments as JSON values. Most are to the letter, and then nothing is parsed."""
     if message.text == spoken.text and message.calls == spoken.calls:
         return True
-    same_ids = [c.id for c in message.calls] == [c.id for c in spoken.calls]
-    return same_ids and exact_key(message) == exact_key(spoken)
+    return exact_key(message) == exact_key(spoken)
 
 
 def _join(pieces: Iterable[Piece]) -> Piece:

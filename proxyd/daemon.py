@@ -218,7 +218,7 @@ async def _until_stopped(
 ) -> None:
     app = Front(shell.service, keys, config.model.served_name).app()
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=600.0
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2, keepalive_timeout=600.0
     )
     await runner.setup()
     await web.TCPSite(runner, config.cluster.bind, 0, backlog=1024).start()

@@ -129,6 +129,28 @@ def test_other_tools_are_another_history(chat: ChatModel) -> None:
     assert plan.base is None and plan.agent.id == "main", "the same agent all the same: its first texts are equal"
 
 
+def test_what_continued_an_answer_is_found_after_a_twin_of_it_was_sampled(chat: ChatModel) -> None:
+    run = Execution(chat)
+    first, _ = run.turn([SYSTEM, TASK], "Done.")
+    history = [SYSTEM, TASK, echo(first), Message("user", "sure?")]
+    child, _ = run.turn(history, "Yes.")
+    twin, _ = run.turn([SYSTEM, TASK], "Done.")
+    _, plan = run.ask([*history, echo(child), Message("user", "really?")])
+    assert plan.base is child and child.base is first
+    _, plan = run.ask([SYSTEM, TASK, echo(twin), Message("user", "another way")])
+    assert plan.base is twin, "of two that an echo can't tell apart, the newest"
+
+
+def test_a_kept_turn_in_a_new_context_stays_what_it_was_when_its_words_are_said_again(chat: ChatModel) -> None:
+    run = Execution(chat)
+    run.turn([SYSTEM, TASK], "Done.")
+    kept = [SYSTEM, Message("user", "Summary."), Message("assistant", "Done."), Message("user", "go on")]
+    node, _ = run.turn(kept, "Going.")
+    run.turn([SYSTEM, Message("user", "else")], "Done.")
+    _, plan = run.ask([*kept, echo(node), Message("user", "and?")])
+    assert plan.base is node
+
+
 # ---- random histories -----------------------------------------------------------------------------------------------
 
 LOSSY: dict[str, Callable[[Message, random.Random], Message]] = {
@@ -183,6 +205,13 @@ def random_new(node: Node, rng: random.Random) -> list[Message]:
     return results
 
 
+def twins(one: Node | None, other: Node) -> bool:
+    """Whether an echo can't tell two answers apart: the same request, the same words, no ids."""
+    if one is None or one.start != other.start or one.spoken.calls or other.spoken.calls:
+        return False
+    return one.spoken.text.strip() == other.spoken.text.strip()
+
+
 @given(seed=st.integers(0, 10**9))
 @settings(max_examples=60, deadline=None)
 def test_lossy_echoes_continue_and_real_edits_branch(chat: ChatModel, seed: int) -> None:
@@ -196,8 +225,9 @@ def test_lossy_echoes_continue_and_real_edits_branch(chat: ChatModel, seed: int)
         if rng.random() < 0.75:
             request = [*history, LOSSY[rng.choice(list(LOSSY))](said, rng), *new]
             node, plan = run.turn(request, random_answer(rng))
-            assert plan.base is base, "a lossy echo was taken for another history"
-            assert plan.prompt_ids().tolist()[: len(ids)] == ids
+            assert plan.base is base or twins(plan.base, base), "a lossy echo was taken for another history"
+            if plan.base is base:
+                assert plan.prompt_ids().tolist()[: len(ids)] == ids
             rest = chat.filler(base.completion.ids).ids + tuple(i for p in chat.units(new) for i in p.ids)
             assert plan.tail.ids == rest + chat.opening.ids
         else:
@@ -206,7 +236,7 @@ def test_lossy_echoes_continue_and_real_edits_branch(chat: ChatModel, seed: int)
                 continue
             request = [*history, edited, *new]
             node, plan = run.turn(request, random_answer(rng))
-            assert plan.base is not base, "a real difference was taken for an echo"
+            assert plan.base is not base and not twins(plan.base, base), "a real difference was taken for an echo"
         known.append((request, node, whole(plan, node)))
 
 
