@@ -144,4 +144,5 @@ def make(name: str, cells: int) -> tuple[Policy, str]:
     """The policy and a sentence for people if it is not quite what was asked for."""
     if cells == 1 and name != "colocate":
         return Colocate(), f"{name} needs two cells to lend one: with one cell the whole pool switches"
-    return {"elastic": Elastic, "colocate": Colocate, "async": Async}[name](), ""
+    policies: dict[str, Policy] = {"elastic": Elastic(), "colocate": Colocate(), "async": Async()}
+    return policies[name], ""

@@ -96,7 +96,8 @@ class Server:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
-        if retract:
+        published = self._run.endpoint(self._name)
+        if retract and published is not None and published.life == self._life:  # a newer life's word stays
             self._run.retract(self._name)
 
 
@@ -146,7 +147,11 @@ class Client:
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         with contextlib.suppress(asyncio.CancelledError, zmq.ZMQError):
             while True:
-                message, correlation = wire.decode(await socket.recv_multipart())
+                try:
+                    message, correlation = wire.decode(await socket.recv_multipart())
+                except wire.WireError as error:
+                    log.warning("dropped a frame from %s: %s", self.server, error)
+                    continue
                 future = self._waiting.pop(correlation, None)
                 if future is not None and not future.done():
                     future.set_result(message)

@@ -101,7 +101,7 @@ class TrajectoryConfig:
     rule: str = "greedy"  # greedy: most new tokens within the best class; draw: the paper's random draw
     min_valid: int = 2  # executions with a valid outcome that a group needs
     eps: float = 1e-6  # added to the group's standard deviation
-    shuffle_advantages: bool = False  # control arm of bench.learning: advantages permuted within the batch
+    shuffle_advantages: bool = False  # control arm of bench.learning: advantages permuted within the group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
-def keys(cls: type = Config, prefix: str = "") -> list[str]:
+def keys(cls: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key."""
     out: list[str] = []
     hints = typing.get_type_hints(cls)

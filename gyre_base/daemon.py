@@ -24,6 +24,7 @@ from gyre_base.messages import message
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
+TIMER_SLACK_S = 0.002  # uvloop's timers may ring a millisecond early; a core that compares times would lose its alarm
 
 
 @message("tick")
@@ -130,7 +131,8 @@ class Shell(ABC):
                 await self.perform(command)
 
     def _wake_at(self, at: float, now: float) -> None:
-        asyncio.get_running_loop().call_later(max(0.0, at - now), self.post, Tick())
+        delay = max(0.0, at - now) + TIMER_SLACK_S
+        asyncio.get_running_loop().call_later(delay, self.post, Tick())
 
     def is_durable(self, event: Any) -> bool:
         """Whether this entry must be on disk before its commands go out. Override for what must not be lost."""

@@ -21,13 +21,13 @@ class WireError(ValueError):
 
 
 @functools.cache
-def _bulk_fields(cls: type) -> tuple[str, ...]:
+def _bulk_fields(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls) if f.type in ("bytes", bytes))
 
 
 def encode(msg: Any, correlation: int = 0) -> list[bytes]:
     """Frames of one message. `correlation` ties an answer to its question; 0 = none."""
-    cls = type(msg)
+    cls: Any = type(msg)
     bulk = _bulk_fields(cls)
     body = {f.name: getattr(msg, f.name) for f in dataclasses.fields(cls) if f.name not in bulk}
     frames = [msgpack.packb([cls.TAG, correlation]), msgpack.packb(msgspec.to_builtins(body))]
@@ -53,8 +53,9 @@ def decode(frames: list[bytes]) -> tuple[Any, int]:
 
 def to_json(msg: Any) -> dict[str, Any]:
     """{"tag": ..., fields} for journals and `--json`; bulk is replaced by its length."""
-    bulk = _bulk_fields(type(msg))
-    out: dict[str, Any] = {"tag": type(msg).TAG}
+    cls: Any = type(msg)
+    bulk = _bulk_fields(cls)
+    out: dict[str, Any] = {"tag": cls.TAG}
     for field in dataclasses.fields(msg):
         value = getattr(msg, field.name)
         out[field.name] = {"bytes": len(value)} if field.name in bulk else msgspec.to_builtins(value)
