@@ -179,10 +179,10 @@ def serve_and_report(run: RunDir, config: Config, *, title: str, quiet: bool, as
     with Display(title, quiet=quiet) as display:
         display.say(f"run directory {run.root}; from another terminal: cellctl status --run {run.root}")
 
-        async def at_end() -> None:
-            await write_report(run, config)
-
         async def serve() -> tuple[bool, dict[str, int]]:
+            async def at_end() -> None:
+                await write_report(run, config, supervisor.cpu_seconds())
+
             supervisor = Supervisor(run, config, display.update, at_end)
             return await supervisor.serve(), supervisor.restarts
 
@@ -202,12 +202,12 @@ def serve_and_report(run: RunDir, config: Config, *, title: str, quiet: bool, as
     return 0
 
 
-async def write_report(run: RunDir, config: Config) -> None:
+async def write_report(run: RunDir, config: Config, cpu_s: dict[str, float]) -> None:
     """summary.json, run.png and run.svg from the daemons' last words."""
     status = (await rows(run, "cellctl", "status"))[0]
     results = await rows(run, "cellctl", "results")
     trajd = (await rows(run, "trajd", "status"))[0]
-    summary = report.gather(run, config, status, results, trajd)
+    summary = {**report.gather(run, config, status, results, trajd), "cpu_s": cpu_s}
     run.write_atomic("results.json", orjson.dumps(results).decode())
     run.write_atomic("summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2).decode())
     await asyncio.to_thread(report.draw, run, summary, results, run.path("run.png"))
@@ -226,10 +226,11 @@ def print_summary(summary: dict[str, Any]) -> None:
     """The closing table, on stdout."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="what the run amounted to", show_header=False)
     for what, value in report.lines(summary):
-        table.add_row(what, value)
+        table.add_row(Text(what), Text(value))
     Console().print(table)
 
 

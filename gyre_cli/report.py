@@ -148,6 +148,7 @@ def lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("contexts that differ from the engine's record", str(s["context_mismatches"])),
         ("weights per batch", f"{s['weights_sum_min']} .. {s['weights_sum_max']}"),
         ("seconds by phase", ", ".join(f"{k} {v:.0f}" for k, v in s["seconds"].items())),
+        ("CPU seconds", ", ".join(f"{k} {v:.0f}" for k, v in s["cpu_s"].items())),
     ]
 
 

@@ -114,6 +114,30 @@ class Supervisor:
         finally:
             output.close()
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds so far by kind of process, of the daemons that run now and what they started."""
+        import psutil
+
+        out: dict[str, float] = {}
+
+        def add(kind: str, seconds: float) -> None:
+            out[kind] = round(out.get(kind, 0.0) + seconds, 2)
+
+        for daemon in self._daemons:
+            if daemon.process is None or daemon.process.returncode is not None:
+                continue
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(daemon.process.pid)
+                times = process.cpu_times()
+                kind = "executor" if daemon.name.startswith("ex") else daemon.name.partition("-")[0]
+                add(kind, times.user + times.system)
+                if kind == "executor":
+                    add("harness and evaluator", times.children_user + times.children_system)
+                for child in process.children() if kind == "celld" else ():
+                    words = " ".join(child.cmdline())
+                    add("engine" if "celld.tiny" in words else "rank", sum(child.cpu_times()[:2]))
+        return out
+
     async def _watch(self) -> None:
         client = Client(self._run, load_keys(self._run), "cellctl")
         try:
