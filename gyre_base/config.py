@@ -57,7 +57,7 @@ class ModelConfig:
 class EngineConfig:
     """The rollout engine of a cell."""
 
-    kind: str = "tiny"  # tiny | sglang
+    kind: str = "tiny"  # the embedded CPU engine; SGLang speaks the same surface and comes next
     max_running_requests: int = 64
     context_length: int = 2048  # tokens; longer prompts get the dialect's own context error
     stream_interval: int = 16  # tokens per chunk from engine to proxy; larger costs less CPU per token
@@ -145,7 +145,7 @@ class Config:
 
 CHOICES = {
     "scheduler.policy": ("elastic", "colocate", "async"),
-    "engine.kind": ("tiny", "sglang"),
+    "engine.kind": ("tiny",),
     "rollout.durability": ("fdatasync", "write"),
     "trainer.reading": ("behaviour", "proximal"),
     "trajectories.rule": ("greedy", "draw"),

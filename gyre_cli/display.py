@@ -69,7 +69,7 @@ class Display:
             f"{run['step']}/{run['steps']} (burst to {run['burst_end']})",
             "switches",
             f"{run['switches']:g}, {run['moved_mid_generation']:g} calls moved mid-generation",
-            "E[d]",
+            Text("E[d]"),
             f"{run['mean_staleness']:.2f}",
         )
         cells = Table(box=None, padding=(0, 2))
@@ -83,7 +83,8 @@ class Display:
             ("water level ", ""), (f"{run['water_level']:>4}", "cyan"), (f" of {run['serving_slots']} serving slots", "")
         )
         score = Text(f"score of the last groups {format_score(run['score'])}  {spark(self._scores[-60:])}")
-        bar = ProgressBar(total=run["steps"], completed=run["step"], width=60)
+        bar = Table.grid()  # a grid ends its line, a bare bar does not
+        bar.add_row(ProgressBar(total=run["steps"], completed=run["step"], width=60))
         return Panel(Group(facts, bar, level, cells, score, Text(run["forecast"], style="dim")), title=self._title)
 
     def _elapsed(self) -> str:

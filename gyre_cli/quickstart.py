@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "quickstart"
 WARM_START_SEED = 7
 TRANSCRIPTS, VALIDATION = 12_000, 400
+SHORT_STEPS, SHORT_HELDOUT = 10, 32  # a run too short to learn measures fewer tasks, unless told otherwise
 
 
 def run(
@@ -54,7 +55,7 @@ def run(
         "scheduler.steps": steps,
         "scheduler.policy": policy,
         "scheduler.seed": seed,
-        "evaluation.tasks": heldout,
+        "evaluation.tasks": SHORT_HELDOUT if heldout is None and steps is not None and steps < SHORT_STEPS else heldout,
         **parse_settings(settings),
     }
     given = {key: value for key, value in overrides.items() if value is not None}
