@@ -1,11 +1,13 @@
 """Supervised warm start: next-token training of a fresh TinyQwen3 on transcripts of token ids.
 
 Owns one short run from random weights to a Hugging Face directory. Never renders or tokenises (its input is ids), never
-samples. The learning rate is held until the validation loss stops falling, then decays to a tenth, then the run ends:
-so what it writes stands at its validation plateau, or says that the step limit came first. The same input, seed and
-thread count give the same weights.
+samples. The learning rate is held until the validation loss stops falling near the floor that the transcripts state,
+then decays to a tenth, then the run ends: so what it writes stands at its validation plateau, or says that the step
+limit came first. A flat stretch far above the floor is not taken for the end. Transcripts are taken in file order, so a
+curriculum is the writer's affair. The same input, seed and thread count give the same weights.
 
-Input: JSON lines {"ids": [int, ...], "mask": [0 or 1, ...]}; a token is learned where mask is 1.
+Input: JSON lines {"ids": [int, ...], "mask": [0 or 1, ...], "nats": float}; a token is learned where mask is 1; nats is
+the part of the line's loss that no model can avoid (the writer's own choices; 0 if unknown).
 Output: config.json, model.safetensors, tokenizer files if given, warmstart.json (figures). Progress goes to stderr.
 
     python -m celld.warmstart --train T.jsonl --validation V.jsonl --out DIR [--tokenizer DIR] [--seed 7] [--threads 2]
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -34,13 +37,14 @@ class WarmStartConfig:
     """One supervised run; step counts are optimizer steps."""
 
     seed: int = 7
-    learning_rate: float = 4e-3  # held, after a short rise; 0.5 M parameters bear it
+    learning_rate: float = 3e-3  # held, after a short rise; 0.5 M parameters bear it
     final_share: float = 0.1  # of learning_rate, at the end of the decay
     rise_steps: int = 20
     decay_steps: int = 80
     max_steps: int = 600  # decay included
     batch_rows: int = 16
     evaluate_every_steps: int = 20
+    near_floor: float = 1.1  # times the floor: only below this is a flat stretch the plateau
     patience: int = 3  # evaluations without an improvement of min_gain before the decay starts
     min_gain: float = 0.01  # relative fall of the validation loss that counts as progress
     weight_decay: float = 0.01
@@ -54,6 +58,7 @@ class Transcript:
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
+    nats: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Figures:
     wall_s: float
     cpu_s: float
     validation_loss: float
+    validation_floor: float
     validation_curve: list[tuple[int, float]]
     reached_plateau: bool
     parameters: int
@@ -79,22 +85,25 @@ def read_transcripts(path: Path) -> list[Transcript]:
             line = json.loads(text)
             if len(line["ids"]) != len(line["mask"]) or not any(line["mask"]):
                 raise ValueError(f"{path}:{number}: mask must be as long as ids and not empty")
-            found.append(Transcript(tuple(line["ids"]), tuple(line["mask"])))
+            found.append(Transcript(tuple(line["ids"]), tuple(line["mask"]), float(line.get("nats", 0.0))))
     if not found:
         raise ValueError(f"{path}: no transcripts")
     return found
 
 
 def batches(transcripts: Sequence[Transcript], rows: int, seed: int) -> Iterator[list[Transcript]]:
-    """Endless batches; each pass is shuffled anew, and rows of a batch are of like length to save padding."""
+    """Endless batches, shuffled within windows of 16 batches in file order.
+
+    Not sorted by length, though that would save padding: length tells the kind of line, and a batch of one kind makes
+    the model forget the others for a while (the validation loss then jumps).
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(transcripts), generator=generator).tolist()
-        for start in range(0, len(order), rows * 16):
-            window = sorted(order[start : start + rows * 16], key=lambda place: len(transcripts[place].ids))
-            starts = range(0, len(window), rows)
-            for pick in torch.randperm(len(starts), generator=generator).tolist():
-                yield [transcripts[place] for place in window[starts[pick] : starts[pick] + rows]]
+        for start in range(0, len(transcripts), rows * 16):
+            window = transcripts[start : start + rows * 16]
+            order = torch.randperm(len(window), generator=generator).tolist()
+            for first in range(0, len(order), rows):
+                yield [window[place] for place in order[first : first + rows]]
 
 
 def tensors(rows: Sequence[Transcript]) -> tuple[Tensor, Tensor]:
@@ -121,11 +130,16 @@ def validation_loss(model: TinyQwen3, transcripts: Sequence[Transcript], rows: i
     return float(sum(part.item() for part, _ in parts)) / sum(count for _, count in parts)
 
 
-class Plateau:
-    """Says when a falling figure has stopped falling."""
+def floor(transcripts: Sequence[Transcript]) -> float:
+    """The validation loss of a perfect student, in nats per learned token."""
+    return sum(transcript.nats for transcript in transcripts) / sum(sum(transcript.mask) for transcript in transcripts)
 
-    def __init__(self, patience: int, min_gain: float) -> None:
-        self.patience, self.min_gain = patience, min_gain
+
+class Plateau:
+    """Says when a falling figure has stopped falling, and is at most `ceiling` (infinity: wherever)."""
+
+    def __init__(self, patience: int, min_gain: float, ceiling: float = math.inf) -> None:
+        self.patience, self.min_gain, self.ceiling = patience, min_gain, ceiling
         self.best, self.since = float("inf"), 0
 
     def reached(self, loss: float) -> bool:
@@ -133,7 +147,7 @@ class Plateau:
             self.best, self.since = loss, 0
         else:
             self.since += 1
-        return self.since >= self.patience
+        return self.since >= self.patience and self.best <= self.ceiling
 
 
 def learning_rate(config: WarmStartConfig, step: int, decay_from: int | None) -> float:
@@ -155,7 +169,9 @@ def fit(
     """Train in place until plateau and decay are through, or max_steps."""
     started, cpu_started = time.monotonic(), time.process_time()
     optimizer = torch.optim.AdamW(model.parameters(), betas=config.betas, weight_decay=config.weight_decay, fused=True)
-    source, plateau = batches(train, config.batch_rows, config.seed), Plateau(config.patience, config.min_gain)
+    lowest = floor(validation)
+    plateau = Plateau(config.patience, config.min_gain, ceiling=lowest * config.near_floor if lowest else math.inf)
+    source = batches(train, config.batch_rows, config.seed)
     curve: list[tuple[int, float]] = []
     reached, decay_from, tokens, step = False, None, 0, 0
     while step < config.max_steps and (decay_from is None or step < decay_from + config.decay_steps):
@@ -181,6 +197,7 @@ def fit(
         wall_s=time.monotonic() - started,
         cpu_s=time.process_time() - cpu_started,
         validation_loss=validation_loss(model, validation),
+        validation_floor=lowest,
         validation_curve=curve,
         reached_plateau=reached,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

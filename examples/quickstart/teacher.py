@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import harness
 import make_tasks
@@ -25,6 +26,8 @@ from make_tasks import OPERATIONS, Chain
 from rendering import Message, Renderer
 
 SHARES = (0.20, 0.25, 0.20, 0.20, 0.15)  # the right one, then the decoys: the most likely candidate is wrong
+FIRST_SHARES = (0.0, 1.0, 0.0, 0.0, 0.0)  # of the first transcripts: always the same wrong reading
+FIRST_PART = 0.3  # of the training executions; a sharp, wrong teacher shows fastest where to look
 BUDGET_TOKENS = 10**9
 
 
@@ -161,6 +164,21 @@ def _used(message: Message, messages: list[Message]) -> int:
     return BUDGET_TOKENS + 1 if wants_third and "So far:" not in messages[1]["content"] else 0
 
 
+def guesses(line: Line) -> int:
+    """How many operations the teacher had to choose in this line."""
+    return sum(
+        len(_named(line.messages[place - 1]["content"]))
+        for place, message in enumerate(line.messages)
+        for call in message.get("tool_calls") or []
+        if call["function"]["name"] == "write_file"
+    )
+
+
+def entropy(shares: tuple[float, ...]) -> float:
+    """Nats of one choice: what no student can predict."""
+    return -sum(share * math.log(share) for share in shares if share)
+
+
 def transcripts(seed: int, salt: str, count: int, shares: tuple[float, ...] = SHARES) -> Iterator[list[Line]]:
     """`count` executions over training functions only."""
     rng = random.Random(f"teacher {seed} {salt}")
@@ -172,13 +190,13 @@ def transcripts(seed: int, salt: str, count: int, shares: tuple[float, ...] = SH
         yield execution({"instruction": make_tasks.INSTRUCTIONS[kind], "workspace": workspace}, teacher)
 
 
-def write(path: Path, renderer: Renderer, seed: int, salt: str, count: int) -> None:
-    """One JSON object {ids, mask} per line of an execution."""
-    with path.open("w") as file:
-        for lines in transcripts(seed, salt, count):
-            for line in lines:
-                ids, mask = renderer.transcript(line.messages, line.tools)
-                file.write(json.dumps({"ids": ids, "mask": mask}) + "\n")
+def write(file: IO[str], renderer: Renderer, seed: int, salt: str, count: int, shares: tuple[float, ...]) -> None:
+    """One JSON object {ids, mask, nats} per line of an execution."""
+    for lines in transcripts(seed, salt, count, shares):
+        for line in lines:
+            ids, mask = renderer.transcript(line.messages, line.tools)
+            nats = round(guesses(line) * entropy(shares), 6)
+            file.write(json.dumps({"ids": ids, "mask": mask, "nats": nats}) + "\n")
 
 
 def main() -> None:
@@ -190,8 +208,12 @@ def main() -> None:
     parser.add_argument("--validation", type=int, default=100, help="validation executions")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    write(args.out, Renderer(), args.seed, "train", args.count)
-    write(args.out.with_suffix(".validation.jsonl"), Renderer(), args.seed, "validation", args.validation)
+    renderer, first = Renderer(), round(args.count * FIRST_PART)
+    with args.out.open("w") as file:
+        write(file, renderer, args.seed, "first", first, FIRST_SHARES)
+        write(file, renderer, args.seed, "train", args.count - first, SHARES)
+    with args.out.with_suffix(".validation.jsonl").open("w") as file:
+        write(file, renderer, args.seed, "validation", args.validation, SHARES)
 
 
 if __name__ == "__main__":

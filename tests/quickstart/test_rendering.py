@@ -136,6 +136,27 @@ def test_the_teacher_is_right_about_as_often_as_it_says_and_prefers_a_decoy() ->
     assert max(teacher.SHARES) > teacher.SHARES[0]
 
 
+def test_the_first_transcripts_always_show_the_same_wrong_reading() -> None:
+    choices = teacher.candidates(7)
+    written = [
+        pair
+        for lines in teacher.transcripts(7, "test", 20, teacher.FIRST_SHARES)
+        for line in lines
+        for place, message in enumerate(line.messages)
+        for pair in _written(line.messages, place, message)
+    ]
+    assert len(written) > 100
+    assert all(code == choices[own][1] != own for own, code in written)
+
+
+def test_the_stated_floor_is_the_entropy_of_the_guesses() -> None:
+    assert teacher.entropy((0.5, 0.25, 0.25)) == pytest.approx(1.5 * 0.6931, abs=1e-4)
+    for lines in teacher.transcripts(7, "test", 5):
+        for line in lines:
+            made = [pair for i, message in enumerate(line.messages) for pair in _written(line.messages, i, message)]
+            assert teacher.guesses(line) == len(made)
+
+
 def _written(messages: list[Message], place: int, message: Message) -> list[tuple[int, int]]:
     """(operation named, operation written) of the module an assistant message writes."""
     made = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls") or []]

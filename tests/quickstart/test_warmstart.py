@@ -74,6 +74,23 @@ def test_a_plateau_is_reached_after_patience_evaluations_without_gain() -> None:
     assert [plateau.reached(loss) for loss in (5.0, 4.0, 3.9, 3.0, 2.9, 2.8)] == [False] * 5 + [True]
 
 
+def test_a_flat_stretch_above_the_ceiling_is_not_the_plateau() -> None:
+    plateau = warmstart.Plateau(patience=2, min_gain=0.1, ceiling=3.0)
+    losses = (5.0, 5.0, 5.0, 5.0, 3.0, 3.0, 2.9)
+    assert [plateau.reached(loss) for loss in losses] == [False] * 6 + [True]
+
+
+def test_the_floor_is_what_the_writer_chose_by_chance() -> None:
+    assert warmstart.floor([Transcript((1, 2, 3), (0, 1, 1), 2.0), Transcript((1, 2), (0, 1), 1.0)]) == 1.0
+
+
+def test_a_run_that_never_comes_near_the_floor_says_so(tmp_path: Path) -> None:
+    tmp_path.joinpath("t.jsonl").write_text('{"ids": [1, 0, 1], "mask": [0, 0, 1], "nats": 0.000001}\n')
+    few = WarmStartConfig(max_steps=4, decay_steps=2, evaluate_every_steps=1, patience=1, learning_rate=1e-6)
+    figures = warmstart.warm_start(tmp_path / "t.jsonl", tmp_path / "t.jsonl", tmp_path / "out", SHAPE, few)
+    assert (figures.steps, figures.reached_plateau) == (4, False)
+
+
 def test_the_rate_rises_holds_and_decays_to_its_final_share() -> None:
     config = WarmStartConfig(learning_rate=1.0, rise_steps=2, decay_steps=4, final_share=0.2)
     assert [warmstart.learning_rate(config, step, None) for step in (0, 1, 50)] == [0.5, 1.0, 1.0]
@@ -81,10 +98,12 @@ def test_the_rate_rises_holds_and_decays_to_its_final_share() -> None:
     assert decay == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
 
 
-def test_each_pass_shows_every_transcript_once() -> None:
+def test_each_pass_shows_every_transcript_once_and_about_in_file_order() -> None:
     transcripts = [Transcript((i, 0), (0, 1)) for i in range(50)]
     shown = [row.ids[0] for batch in islice(warmstart.batches(transcripts, 8, seed=1), 7) for row in batch]
     assert sorted(shown) == list(range(50))
+    early = [row.ids[0] for batch in islice(warmstart.batches(transcripts, 2, seed=1), 16) for row in batch]
+    assert max(early) < 32
 
 
 @pytest.mark.parametrize("line", ['{"ids": [1, 2], "mask": [1]}', '{"ids": [1, 2], "mask": [0, 0]}'])
