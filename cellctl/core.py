@@ -8,6 +8,7 @@ boundary, lend cells as the water level falls, take them back when the burst's l
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -76,15 +77,26 @@ class Scheduler:
         self.frozen = False
         self.table_number = 0
         self.pending: dict[str, tuple[Send, float]] = {}
-        self.waiting: list[str] = []  # executions without an executor
-        self.totals: dict[str, float] = {"switches": 0, "moved": 0, "moved_mid_generation": 0, "harness_errors": 0, "calls": 0}
+        self.waiting: deque[str] = deque()  # executions without an executor
+        self.totals: dict[str, float] = {
+            "switches": 0,
+            "moved": 0,
+            "moved_mid_generation": 0,
+            "harness_errors": 0,
+            "calls": 0,
+        }
         self.steps: list[dict[str, float]] = []
         self.group_scores: list[dict[str, Any]] = []
         self.evals: dict[str, list[dict[str, Any]]] = {}
         self.switch_times: list[dict[str, Any]] = []
         self.saved = ""
+        self.changes = 0  # counts changes of any cell's role or weights: what was made from cells is made anew
         self._out: list[Any] = []
         self._wake_at = 0.0
+        self._resend_at = 0.0
+        self._pool: tuple[int, policies.Pool] = (-1, policies.Pool.of(()))
+        self._engines_checked: tuple[int, PolicyVersion] = (-1, self.boundary)
+        self._handlers = self._table()
 
     # ---- entry ----------------------------------------------------------------------------------------------------
 
@@ -97,7 +109,13 @@ class Scheduler:
         return self._out
 
     def _dispatch_event(self, event: Any, now: float) -> None:
-        handlers: dict[type, Callable[[Any, float], None]] = {
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise Unexpected(f"cellctl: {event!r} in phase {self.phase}")
+        handler(event, now)
+
+    def _table(self) -> dict[type, Callable[[Any, float], None]]:
+        return {
             Start: self._start,
             Restart: self._restart,
             Tick: lambda _event, _now: None,
@@ -114,10 +132,6 @@ class Scheduler:
             m.CheckpointSaved: self._checkpoint_saved,
             m.OperatorOrder: lambda e, t: self._say(Answer(obey(self, e, t))),
         }
-        handler = handlers.get(type(event))
-        if handler is None:
-            raise Unexpected(f"cellctl: {event!r} in phase {self.phase}")
-        handler(event, now)
 
     def _say(self, command: Any) -> None:
         self._out.append(command)
@@ -127,9 +141,12 @@ class Scheduler:
     def _start(self, event: Start, now: float) -> None:
         self.config = from_tree(event.config)
         scheduler = self.config.scheduler
-        names = [f"c{i}" for i in range(self.config.cluster.cells)]
-        self.cells = {n: Cell(name=n, order=i, slots=scheduler.slots_per_cell, since=now) for i, n in enumerate(names)}
-        self.policy, self.policy_note = policies.make(scheduler.policy, len(names))
+        count = self.config.cluster.cells
+        slots = scheduler.cell_slots or (scheduler.slots_per_cell,) * count
+        lent = count - scheduler.standalone_cells
+        made = [Cell(name=f"c{i}", order=i, slots=slots[i], standalone=i >= lent, since=now) for i in range(count)]
+        self.cells = {cell.name: cell for cell in made}
+        self.policy, self.policy_note = policies.make(scheduler.policy, count)
         self.ledger = Ledger(scheduler.retry_budget)
         self.queue = TaskQueue(event.train, scheduler.seed)
         self.heldout = event.heldout[: self.config.evaluation.tasks]
@@ -142,7 +159,7 @@ class Scheduler:
         for cell in self.cells.values():
             cell.draining = False
             if cell.role not in (Role.DOWN, Role.STARTING):
-                cell.become(Role.STARTING, now, f"cellctl restarted (life {event.life}); waiting for its agent")
+                self._become(cell, Role.STARTING, now, f"cellctl restarted (life {event.life}); waiting for its agent")
 
     def _hello(self, event: m.Hello, now: float) -> None:
         known = f"{event.kind}:{event.name}"
@@ -161,7 +178,7 @@ class Scheduler:
             if reborn and cell.role is not Role.STARTING:
                 self._cell_down(cell, now, f"its agent started again (life {event.life})")
             if cell.role is Role.DOWN:
-                cell.become(Role.STARTING, now, "its agent is back")
+                self._become(cell, Role.STARTING, now, "its agent is back")
 
     def _executor_joined(self, event: m.Hello, now: float) -> None:
         self.executors.setdefault(event.name, Executor(event.name, event.slots)).slots = event.slots
@@ -204,7 +221,7 @@ class Scheduler:
     def _assign(self) -> None:
         """Give waiting executions to the executor with the fewest. Executors queue beyond their own concurrency."""
         while self.waiting and self.executors:
-            execution = self.ledger.in_flight.get(self.waiting.pop(0))
+            execution = self.ledger.in_flight.get(self.waiting.popleft())
             if execution is None:
                 continue
             executor = min(self.executors.values(), key=lambda e: (e.held / max(1, e.slots), e.name))
@@ -231,7 +248,8 @@ class Scheduler:
             self.totals["calls"] += event.calls
             self._end_attempt(event.execution, event.outcome, event.score, event.wall_s, now)
             self._say(Send("proxyd:proxyd", m.CloseExecution(execution=event.execution)))
-            self._count_held()
+            if executor in self.executors:
+                self.executors[executor].held -= 1
             self._say(Send(f"executor:{executor}", m.ExecutionNoted(execution=event.execution)))
         else:  # a repeat, or an attempt that was replaced: it may be forgotten there
             self._say(Send("executor:*", m.ExecutionNoted(execution=event.execution)))
@@ -244,9 +262,9 @@ class Scheduler:
             self._say(Send("proxyd:proxyd", self._opening(again.id, again.purpose)))
             self.waiting.append(again.id)
         elif self.ledger.closes(record.group):
-            self._close_group(record.group)
+            self._close_group(record.group, now)
 
-    def _close_group(self, name: str) -> None:
+    def _close_group(self, name: str, now: float) -> None:
         group = self.ledger.groups[name]
         final = self.ledger.close(name)
         scores = [e.score for e in final if e.outcome and e.outcome.counts and e.score is not None]
@@ -256,7 +274,7 @@ class Scheduler:
             del self.ledger.groups[name]
             return
         self.group_scores.append(row)
-        self._until_answered(f"group:{name}", Send("trajd:trajd", self._closing(name, final)), 0.0)
+        self._until_answered(f"group:{name}", Send("trajd:trajd", self._closing(name, final)), now)
 
     def _closing(self, name: str, final: list[Any]) -> m.GroupClosed:
         group = self.ledger.groups[name]
@@ -273,7 +291,7 @@ class Scheduler:
         self._say(Answer(m.Done()))
         if group is None or group.packed:
             return
-        group.packed, group.enough = True, event.enough
+        self.ledger.pack(event.group, event.enough)
         if event.enough:
             self.groups_ready += 1
         else:
@@ -285,16 +303,20 @@ class Scheduler:
 
     # ---- cells ----------------------------------------------------------------------------------------------------
 
+    def _become(self, cell: Cell, role: Role, now: float, why: str) -> None:
+        self.changes += 1
+        cell.become(role, now, why)
+
     def _turn(self, decision: policies.Decision, now: float) -> None:
         cell = self.cells[decision.cell]
         cell.epoch += 1
         cell.switches += 1
         self.totals["switches"] += 1
         if decision.to is Role.TRAIN:
-            cell.become(Role.TO_TRAIN, now, decision.why)
+            self._become(cell, Role.TO_TRAIN, now, decision.why)
             self._drain(cell, now)
         else:
-            cell.become(Role.TO_ROLLOUT, now, decision.why)
+            self._become(cell, Role.TO_ROLLOUT, now, decision.why)
             self._flip(cell, Role.ROLLOUT, now)
 
     def _drain(self, cell: Cell, now: float) -> None:
@@ -330,7 +352,7 @@ class Scheduler:
         if cell is None or (event.epoch < cell.epoch and not fresh):
             return
         if cell.role is Role.DOWN:
-            cell.become(Role.STARTING, now, "its agent is back")
+            self._become(cell, Role.STARTING, now, "its agent is back")
         self.pending.pop(f"flip:{cell.name}", None)
         if cell.order == 0 and event.version:
             self._core_version(PolicyVersion.parse(event.version))
@@ -342,14 +364,15 @@ class Scheduler:
         cell.epoch, cell.phases_s = max(cell.epoch, event.epoch), event.phases_s
         if event.role is Role.ROLLOUT:
             cell.version, cell.url = event.version, event.engine_url
+            self.changes += 1
             if cell.role is not Role.ROLLOUT:
-                cell.become(Role.ROLLOUT, now, f"serves {event.version}")
+                self._become(cell, Role.ROLLOUT, now, f"serves {event.version}")
         elif arrived_late:  # an agent that trains although we restarted: take it back into the order of things
-            cell.become(Role.ROLLOUT, now, "found in training after a restart")
-            cell.become(Role.TO_TRAIN, now, "found in training after a restart")
-            cell.become(Role.TRAIN, now, "found in training after a restart")
+            self._become(cell, Role.ROLLOUT, now, "found in training after a restart")
+            self._become(cell, Role.TO_TRAIN, now, "found in training after a restart")
+            self._become(cell, Role.TRAIN, now, "found in training after a restart")
         elif cell.role is not Role.TRAIN:
-            cell.become(Role.TRAIN, now, cell.reason)
+            self._become(cell, Role.TRAIN, now, cell.reason)
         self._publish_engines()
 
     def _core_version(self, version: PolicyVersion) -> None:
@@ -364,7 +387,7 @@ class Scheduler:
         if cell.role is Role.DOWN:
             return
         cell.draining = False
-        cell.become(Role.DOWN, now, why)
+        self._become(cell, Role.DOWN, now, why)
         for kind in ("drain", "flip"):
             self.pending.pop(f"{kind}:{cell.name}", None)
         self._publish_engines()
@@ -373,7 +396,7 @@ class Scheduler:
         cell = self.cells.get(event.cell)
         if cell is not None:
             self._cell_down(cell, now, f"{event.what}: {event.detail}")
-            cell.become(Role.STARTING, now, f"its agent restarts the {event.what}")
+            self._become(cell, Role.STARTING, now, f"its agent restarts the {event.what}")
 
     def _engine_lost(self, event: m.EngineLost, now: float) -> None:
         """proxyd has moved the calls; the agent watches its own engine and says so itself: here only the reason is kept."""
@@ -410,13 +433,8 @@ class Scheduler:
     def view(self) -> policies.View:
         """What the policy sees."""
         scheduler = self.config.scheduler
-        cells = tuple(
-            policies.CellView(name=c.name, role=c.role, slots=c.slots)
-            for c in self.cells.values()
-            if c.role not in (Role.DOWN, Role.STARTING)
-        )
         return policies.View(
-            cells=cells,
+            pool=self.pool(),
             water_level=self.ledger.level(),
             step=self.version.step,
             burst_end=self.burst_end,
@@ -424,8 +442,21 @@ class Scheduler:
             steps_per_burst=scheduler.steps_per_burst,
             groups_per_batch=scheduler.groups_per_batch,
             groups_ready=self.groups_ready,
-            groups_open=self.ledger.open_groups(Purpose.TRAIN) + len(self.ledger.unpacked()),
+            groups_open=self.ledger.groups_open(),
+            group_size=scheduler.group_size,
+            look_ahead=scheduler.look_ahead_groups,
+            staleness_bound=scheduler.staleness_bound,
+            streaming=scheduler.streaming,
+            async_train_cells=scheduler.async_train_cells,
         )
+
+    def pool(self) -> policies.Pool:
+        """The cells that are up, with their sums; the same object until a cell changes."""
+        if self._pool[0] != self.changes:
+            up = (c for c in self.cells.values() if c.role not in (Role.DOWN, Role.STARTING))
+            views = (policies.CellView(name=c.name, role=c.role, slots=c.slots, standalone=c.standalone) for c in up)
+            self._pool = (self.changes, policies.Pool.of(views))
+        return self._pool[1]
 
     def _advance(self, now: float) -> None:
         if self.version.step >= self.burst_end or self.policy.name == "async":
@@ -494,32 +525,37 @@ class Scheduler:
         count = self.policy.groups_to_dispatch(view)
         if view.step >= view.burst_end:
             self.owed_groups = 0  # a new burst asks for all its groups anyway
-        elif self.owed_groups and view.water_level == 0 and view.serving():
+        elif self.owed_groups and view.water_level == 0 and view.pool.serving:
             count, self.owed_groups = self.owed_groups, 0
-        if not count or view.step >= view.steps_total:
+        if view.step >= view.steps_total:
             return
         if view.step >= view.burst_end:
-            steps = -(-count // view.groups_per_batch)
-            self.burst_end = min(view.step + steps, view.steps_total)
-        self._dispatch([self.queue.next() for _ in range(count)], self.config.scheduler.group_size, Purpose.TRAIN, now)
+            self.burst_end = min(view.step + self.policy.burst_steps(view, count), view.steps_total)
+        if count:
+            self._dispatch(
+                [self.queue.next() for _ in range(count)], self.config.scheduler.group_size, Purpose.TRAIN, now
+            )
 
     def _owed(self, view: policies.View) -> list[policies.Decision]:
         """Groups must be made up but nobody serves: the last cell that trains comes back to serve them."""
-        training = [c for c in view.cells if c.role is Role.TRAIN]
-        on_the_way = [c for c in view.cells if c.role in (Role.TO_ROLLOUT, Role.ROLLOUT)]
-        if not self.owed_groups or on_the_way or not training:
+        if not self.owed_groups or not view.pool.training:
+            return []
+        if any(c.role in (Role.TO_ROLLOUT, Role.ROLLOUT) for c in view.pool.cells):  # somebody serves, or will soon
             return []
         why = f"{self.owed_groups} groups had too few valid executions and are replaced"
-        return [policies.Decision(cell=training[-1].name, to=Role.ROLLOUT, why=why)]
+        return [policies.Decision(cell=view.pool.training[-1].name, to=Role.ROLLOUT, why=why)]
 
     def _update_one_engine(self, now: float) -> None:
         """Engines that never turned load the newest weights one at a time, by the drain path, at a burst's end."""
+        if self._engines_checked == (self.changes, self.boundary):
+            return
+        self._engines_checked = (self.changes, self.boundary)
         if any(c.role is Role.TO_ROLLOUT for c in self.cells.values()):
             return
         for cell in self.cells.values():
             if cell.role is Role.ROLLOUT and PolicyVersion.parse(cell.version) < self.boundary:
                 cell.epoch += 1
-                cell.become(Role.TO_ROLLOUT, now, f"never turned: loads {self.version} (had {cell.version})")
+                self._become(cell, Role.TO_ROLLOUT, now, f"never turned: loads {self.version} (had {cell.version})")
                 self._drain(cell, now)
                 return
 
@@ -527,19 +563,24 @@ class Scheduler:
 
     def _until_answered(self, key: str, send: Send, now: float) -> None:
         self.pending[key] = (send, now)
+        self._resend_at = min(self._resend_at, now + RESEND_S)
         self._say(send)
 
     def _resend(self, now: float) -> None:
         if self.phase == "new":
             return
-        for key, (send, at) in list(self.pending.items()):
-            if now - at >= RESEND_S:
-                if at > 0.0:
-                    self._say(send)
-                self.pending[key] = (send, now)
+        if now >= self._resend_at:
+            self._resend_due(now)
         if now >= self._wake_at and (self.pending or self.phase != "done"):
             self._wake_at = now + RESEND_S
             self._say(WakeAt(at=self._wake_at))
+
+    def _resend_due(self, now: float) -> None:
+        for key, (send, at) in list(self.pending.items()):
+            if now - at >= RESEND_S:
+                self._say(send)
+                self.pending[key] = (send, now)
+        self._resend_at = min((at for _, at in self.pending.values()), default=now) + RESEND_S
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Pure bookkeeping; the scheduler in core.py decides when to dispatch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ class Group:
     purpose: Purpose
     version: str
     members: list[str] = field(default_factory=list)
+    attempts: list[str] = field(default_factory=list)  # every attempt, until the group closes
+    running: int = 0
     closed: bool = False
     packed: bool = False
     enough: bool = True
@@ -77,6 +80,8 @@ class Ledger:
         self.in_flight: dict[str, Execution] = {}
         self.outcomes: dict[str, dict[str, int]] = {}
         self.retries = 0
+        self.open_by_purpose: Counter[Purpose] = Counter()  # groups dispatched, not closed
+        self._unpacked: dict[str, Group] = {}
         self._retry_budget = retry_budget
         self._serial = 0
 
@@ -86,6 +91,7 @@ class Ledger:
         prefix = {Purpose.TRAIN: "g", Purpose.EVAL_SAMPLED: "s", Purpose.EVAL_GREEDY: "d"}[purpose]
         group = Group(id=f"{prefix}{serial:05d}", task=task, serial=serial, purpose=purpose, version=version)
         self.groups[group.id] = group
+        self.open_by_purpose[purpose] += 1
         return [self._attempt(group, place, 0, now) for place in range(size)]
 
     def _attempt(self, group: Group, place: int, attempt: int, now: float) -> Execution:
@@ -98,15 +104,20 @@ class Ledger:
             dispatched_at=now,
         )
         self.executions[made.id] = self.in_flight[made.id] = made
+        group.attempts.append(made.id)
+        group.running += 1
         if place == len(group.members):
             group.members.append(made.id)
         else:
             group.members[place] = made.id
         return made
 
-    def finish(self, execution: str, outcome: Outcome, score: float | None, wall_s: float, now: float) -> Execution | None:
+    def finish(
+        self, execution: str, outcome: Outcome, score: float | None, wall_s: float, now: float
+    ) -> Execution | None:
         """Note an outcome. Returns the next attempt if this one failed for reasons of ours and the budget allows one."""
         done = self.in_flight.pop(execution)
+        self.groups[done.group].running -= 1
         done.outcome, done.score, done.wall_s = outcome, score, wall_s
         by_outcome = self.outcomes.setdefault(done.purpose.value, {})
         if outcome in (Outcome.INFRA_FAILED, Outcome.CANCELLED) and done.attempt < self._retry_budget:
@@ -118,16 +129,25 @@ class Ledger:
     def closes(self, group: str) -> bool:
         """Whether every place of the group now has its final outcome."""
         record = self.groups[group]
-        return not record.closed and all(m not in self.in_flight for m in record.members)
+        return not record.closed and record.running == 0
 
     def close(self, group: str) -> list[Execution]:
         """Final members in order of place; forgets superseded attempts."""
         record = self.groups[group]
         record.closed = True
+        self.open_by_purpose[record.purpose] -= 1
+        if record.purpose is Purpose.TRAIN:
+            self._unpacked[group] = record
         final = [self.executions[m] for m in record.members]
-        for name in [n for n, e in self.executions.items() if e.group == group]:
+        for name in record.attempts:
             del self.executions[name]
+        record.attempts.clear()
         return final
+
+    def pack(self, group: str, enough: bool) -> None:
+        """trajd has packed it; `enough` says whether it has enough valid members to be trained."""
+        record = self._unpacked.pop(group)
+        record.packed, record.enough = True, enough
 
     def level(self, purpose: Purpose | None = None) -> int:
         """Executions dispatched and not finished (the water level)."""
@@ -138,9 +158,10 @@ class Ledger:
     def held_by(self, executor: str) -> Iterator[Execution]:
         return iter([e for e in self.in_flight.values() if e.executor == executor])
 
-    def open_groups(self, purpose: Purpose) -> int:
-        return sum(1 for g in self.groups.values() if g.purpose is purpose and not g.closed)
+    def groups_open(self) -> int:
+        """Training groups dispatched and not yet packed."""
+        return self.open_by_purpose[Purpose.TRAIN] + len(self._unpacked)
 
     def unpacked(self) -> list[Group]:
         """Closed training groups that trajd has not answered for."""
-        return [g for g in self.groups.values() if g.purpose is Purpose.TRAIN and g.closed and not g.packed]
+        return list(self._unpacked.values())

@@ -5,6 +5,7 @@ Pure: they look at a `View` and answer with decisions; a decision always carries
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,18 +14,42 @@ from gyre_base.vocabulary import Role
 
 @dataclass(frozen=True, kw_only=True)
 class CellView:
-    """What a policy may know of a cell."""
+    """What a policy may know of a cell. A standalone cell only ever serves."""
 
     name: str
     role: Role
     slots: int
+    standalone: bool = False
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The cells that are up, in fixed order, core first, with the sums that every event needs. Made once per change of a role."""
+
+    cells: tuple[CellView, ...]
+    serving: tuple[CellView, ...]
+    training: tuple[CellView, ...]
+    capacity: int  # slots of the cells that serve
+    standalone_slots: int  # of these, slots that never leave
+
+    @classmethod
+    def of(cls, cells: Iterable[CellView]) -> Pool:
+        every = tuple(cells)
+        serving = tuple(c for c in every if c.role is Role.ROLLOUT)
+        return cls(
+            cells=every,
+            serving=serving,
+            training=tuple(c for c in every if c.role is Role.TRAIN),
+            capacity=sum(c.slots for c in serving),
+            standalone_slots=sum(c.slots for c in serving if c.standalone),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The state that decisions depend on. `cells` in fixed order, core first, without those that are down."""
+    """The state that decisions depend on."""
 
-    cells: tuple[CellView, ...]
+    pool: Pool
     water_level: int
     step: int  # optimizer steps done
     burst_end: int  # step at which the burst ends
@@ -33,9 +58,22 @@ class View:
     groups_per_batch: int
     groups_ready: int  # closed and packed, not yet trained
     groups_open: int  # dispatched, not closed
+    group_size: int = 1
+    look_ahead: int = -1  # groups in the pipeline beyond the burst's own; -1 = the policy's own number
+    staleness_bound: int = 0  # steps of older work that a dispatch may queue behind; 0 = no bound
+    streaming: bool = True  # train groups as they come instead of whole bursts
+    async_train_cells: int = 1
 
-    def serving(self) -> list[CellView]:
-        return [c for c in self.cells if c.role is Role.ROLLOUT]
+    @property
+    def in_pipeline(self) -> int:
+        return self.groups_open + self.groups_ready
+
+    def bounded(self, groups: int) -> int:
+        """How many groups may go out if `groups` are wanted in the pipeline: never beyond the run's end or the staleness bound."""
+        wanted = min(groups, (self.steps_total - self.step) * self.groups_per_batch)
+        if self.staleness_bound:
+            wanted = min(wanted, (self.staleness_bound + 1) * self.groups_per_batch)
+        return max(0, wanted - self.in_pipeline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,88 +94,115 @@ class Policy(Protocol):
         """How many groups go out now; 0 inside a burst."""
         ...
 
+    def burst_steps(self, view: View, dispatched: int) -> int:
+        """How many steps the burst that begins now has; 0 = it can't begin yet."""
+        ...
+
     def turns(self, view: View) -> list[Decision]:
         """Cells that should start turning now."""
         ...
 
 
-def _boundary_dispatch(view: View) -> int:
-    """All groups of the next burst, at its boundary only: then the water level only falls within a burst."""
-    if view.step < view.burst_end or view.groups_open or view.groups_ready:
+class _Bursts:
+    """Dispatch at burst boundaries only: then the water level only falls within a burst."""
+
+    def groups_to_dispatch(self, view: View) -> int:
+        ahead = max(0, view.look_ahead)
+        if view.step < view.burst_end or (view.in_pipeline and not ahead):
+            return 0
+        return view.bounded(view.steps_per_burst * view.groups_per_batch + ahead)
+
+    def burst_steps(self, view: View, dispatched: int) -> int:
+        if dispatched or (view.look_ahead > 0 and view.in_pipeline):
+            return min(view.steps_per_burst, view.steps_total - view.step)
         return 0
-    steps = min(view.steps_per_burst, view.steps_total - view.step)
-    return steps * view.groups_per_batch
 
 
-def _all_back(view: View, why: str) -> list[Decision]:
-    return [Decision(cell=c.name, to=Role.ROLLOUT, why=why) for c in view.cells if c.role is Role.TRAIN]
+def _back(cells: Iterable[CellView], why: str) -> list[Decision]:
+    return [Decision(cell=c.name, to=Role.ROLLOUT, why=why) for c in cells]
 
 
-class Elastic:
+class Elastic(_Bursts):
     """Lend a cell as soon as the others can carry what is left (DESIGN 5; paper, water level)."""
 
     name = "elastic"
 
-    def groups_to_dispatch(self, view: View) -> int:
-        return _boundary_dispatch(view)
-
     def turns(self, view: View) -> list[Decision]:
         if view.step >= view.burst_end:
-            return _all_back(view, f"burst ended at step {view.step}: serve the next groups")
-        serving = view.serving()
-        capacity = sum(c.slots for c in serving)
-        decisions = []
-        for cell in serving:
-            if capacity - cell.slots < view.water_level:
+            stays = self._core_stays(view)
+            returning = view.pool.training[1:] if stays else view.pool.training
+            return _back(returning, f"burst ended at step {view.step}: serve the next groups")
+        capacity = view.pool.capacity
+        decisions: list[Decision] = []
+        for cell in view.pool.serving:
+            if cell.standalone or capacity - cell.slots < view.water_level:
                 break
             capacity -= cell.slots
             why = f"water level {view.water_level} <= {capacity} slots of the cells that go on serving"
             decisions.append(Decision(cell=cell.name, to=Role.TRAIN, why=why))
         return decisions
 
+    def _core_stays(self, view: View) -> bool:
+        """At a boundary: the next batch is ready and the other cells cover what is pending."""
+        first = next(iter(view.pool.cells), None)
+        if first is None or first.role is not Role.TRAIN or view.groups_ready < view.groups_per_batch:
+            return False
+        pending = view.water_level + self.groups_to_dispatch(view) * view.group_size
+        return view.step < view.steps_total and sum(c.slots for c in view.pool.cells[1:]) >= pending
 
-class Colocate:
-    """The whole pool serves, then the whole pool trains."""
+
+class Colocate(_Bursts):
+    """The whole pool serves, then the whole pool trains; engines that are standalone go on serving."""
 
     name = "colocate"
 
-    def groups_to_dispatch(self, view: View) -> int:
-        return _boundary_dispatch(view)
-
     def turns(self, view: View) -> list[Decision]:
         if view.step >= view.burst_end:
-            return _all_back(view, f"burst ended at step {view.step}: the whole pool serves")
-        if view.water_level > 0:
-            return []
-        why = "no execution is in flight: the whole pool trains"
-        return [Decision(cell=c.name, to=Role.TRAIN, why=why) for c in view.serving()]
+            return _back(view.pool.training, f"burst ended at step {view.step}: the whole pool serves")
+        why = self._time_to_train(view)
+        leaving = [c for c in view.pool.serving if not c.standalone] if why else []
+        return [Decision(cell=c.name, to=Role.TRAIN, why=why) for c in leaving]
+
+    def _time_to_train(self, view: View) -> str:
+        if view.water_level == 0:
+            return "no execution is in flight: the whole pool trains"
+        if not view.pool.standalone_slots:
+            return ""
+        steps = 1 if view.streaming else view.burst_end - view.step
+        if view.groups_ready < steps * view.groups_per_batch:
+            return ""
+        return f"{view.groups_ready} groups are ready: the pool trains, standalone engines carry {view.water_level} executions"
 
 
 class Async:
-    """Fixed pools: the core trains for ever, the others serve for ever; one batch of look-ahead bounds staleness."""
+    """Fixed pools: the first cells train for ever, the others serve for ever; look-ahead (one batch) bounds staleness."""
 
     name = "async"
 
     def groups_to_dispatch(self, view: View) -> int:
-        in_pipeline = view.groups_open + view.groups_ready
-        wanted = min(2, view.steps_total - view.step) * view.groups_per_batch
-        return max(0, wanted - in_pipeline)
+        ahead = view.groups_per_batch if view.look_ahead < 0 else view.look_ahead
+        return view.bounded(view.groups_per_batch + ahead)
+
+    def burst_steps(self, view: View, dispatched: int) -> int:
+        return -(-dispatched // view.groups_per_batch)
 
     def turns(self, view: View) -> list[Decision]:
-        if not view.cells:
-            return []
-        core, *others = view.cells
-        back = [
-            Decision(cell=c.name, to=Role.ROLLOUT, why="serves for ever in the async policy")
-            for c in others
-            if c.role is Role.TRAIN
-        ]
-        if view.step >= view.steps_total and core.role is Role.TRAIN:
-            return [*back, Decision(cell=core.name, to=Role.ROLLOUT, why="the last step is done")]
-        work = view.groups_open or view.groups_ready
-        if view.step < view.steps_total and core.role is Role.ROLLOUT and work:
-            return [*back, Decision(cell=core.name, to=Role.TRAIN, why="trains for ever in the async policy")]
-        return back
+        pool = view.pool
+        trainers = pool.cells[: view.async_train_cells]
+        others = pool.cells[view.async_train_cells :]
+        back = (
+            _back((c for c in others if c.role is Role.TRAIN), "serves for ever in the async policy")
+            if self._astray(view)
+            else []
+        )
+        if view.step >= view.steps_total:
+            return [*back, *_back((c for c in trainers if c.role is Role.TRAIN), "the last step is done")]
+        leaving = [c for c in trainers if c.role is Role.ROLLOUT] if view.in_pipeline else []
+        why = "trains for ever in the async policy"
+        return [*back, *(Decision(cell=c.name, to=Role.TRAIN, why=why) for c in leaving)]
+
+    def _astray(self, view: View) -> bool:
+        return len(view.pool.training) > 0 and view.pool.training[-1] not in view.pool.cells[: view.async_train_cells]
 
 
 def make(name: str, cells: int) -> tuple[Policy, str]:

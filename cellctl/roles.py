@@ -29,6 +29,7 @@ class Cell:
     name: str
     order: int
     slots: int
+    standalone: bool = False
     role: Role = Role.STARTING
     epoch: int = 0
     version: str = ""

@@ -27,7 +27,9 @@ class ClusterConfig:
     cells: int = 3  # core first, then satellites; with 1 the policy falls back to whole-pool switching
     bind: str = "127.0.0.1"  # address that other daemons reach; a node's own address on a cluster
     executors: int = 1  # executor processes; each holds many executions
-    peer_timeout_s: float = 20.0  # silence after which a daemon counts as lost; lower finds faults sooner, higher rides out swaps
+    peer_timeout_s: float = (
+        20.0  # silence after which a daemon counts as lost; lower finds faults sooner, higher rides out swaps
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,14 @@ class SchedulerConfig:
     steps_per_burst: int = 2  # m: more overlaps better and raises mean staleness, (m - 1) / 2
     groups_per_batch: int = 4  # groups per optimizer step
     group_size: int = 16  # executions per task; advantages are relative to them
+    look_ahead_groups: int = (
+        -1
+    )  # in the pipeline beyond the burst's own; staler by this / groups_per_batch; -1 = policy's own
+    staleness_bound: int = 0  # steps of older work that a dispatch may queue behind; 0 = no bound
+    cell_slots: tuple[int, ...] = ()  # one number per cell where cells are uneven; empty = slots_per_cell each
+    standalone_cells: int = 0  # the last cells only ever serve: they carry the tail while a pool trains
+    streaming: bool = True  # train batches as they come; False: a pool turns when the whole burst is ready
+    async_train_cells: int = 1  # policy async: the first cells train for ever
     retry_budget: int = 2  # re-dispatches of one execution after infrastructure failures
     seed: int = 0  # order of tasks
 
@@ -86,7 +96,9 @@ class TrainerConfig:
     ratio_cap: float = 5.0  # r_t = min(exp(logp - b), cap)
     sequence_clip_low: float = 0.995
     sequence_clip_high: float = 1.005
-    reading: str = "behaviour"  # behaviour: s against recorded logprobs; proximal: s against the version before the batch
+    reading: str = (
+        "behaviour"  # behaviour: s against recorded logprobs; proximal: s against the version before the batch
+    )
     micro_step_tokens: int = 4096  # more runs faster, less spreads better over cells
     checkpoint_every_steps: int = 10
     checkpoints_kept: int = 2
@@ -160,6 +172,10 @@ AT_LEAST: dict[str, float] = {
     "scheduler.groups_per_batch": 1,
     "scheduler.group_size": 1,
     "scheduler.retry_budget": 0,
+    "scheduler.look_ahead_groups": -1,
+    "scheduler.staleness_bound": 0,
+    "scheduler.standalone_cells": 0,
+    "scheduler.async_train_cells": 1,
     "rollout.temperature": 0.01,
     "trajectories.jmax": 0,
     "trainer.checkpoint_every_steps": 1,
@@ -225,7 +241,9 @@ def _build(cls: Any, tree: Any, prefix: str) -> Any:
     for key, value in tree.items():
         kind = hints[key]
         dotted = f"{prefix}{key}"
-        values[key] = _build(kind, value, f"{dotted}.") if dataclasses.is_dataclass(kind) else _value(kind, value, dotted)
+        values[key] = (
+            _build(kind, value, f"{dotted}.") if dataclasses.is_dataclass(kind) else _value(kind, value, dotted)
+        )
     return cls(**values)
 
 
@@ -241,9 +259,10 @@ def _value(kind: Any, value: Any, dotted: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if typing.get_origin(kind) is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        item = typing.get_args(kind)[0]
+        if isinstance(value, list | tuple) and all(type(v) is item for v in value):
             return tuple(value)
-        raise ConfigError(f"{dotted} must be a list of strings, not {value!r}")
+        raise ConfigError(f"{dotted} must be a list of {'strings' if item is str else 'whole numbers'}, not {value!r}")
     if typing.get_origin(kind) is dict:
         if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
             return dict(value)
@@ -262,6 +281,22 @@ def _check(config: Config) -> None:
         value = _get(config, dotted)
         if value < least:
             raise ConfigError(f"{dotted} must be at least {least:g}, not {value}")
+    _check_cells(config)
+
+
+def _check_cells(config: Config) -> None:
+    """Numbers that only make sense together."""
+    cells, scheduler = config.cluster.cells, config.scheduler
+    if scheduler.cell_slots and len(scheduler.cell_slots) != cells:
+        raise ConfigError(
+            f"scheduler.cell_slots must have one number per cell ({cells}), not {len(scheduler.cell_slots)}"
+        )
+    if any(slots < 1 for slots in scheduler.cell_slots):
+        raise ConfigError("scheduler.cell_slots must be at least 1 each")
+    if scheduler.standalone_cells >= cells:
+        raise ConfigError(f"scheduler.standalone_cells must leave a cell that trains: at most {cells - 1}")
+    if scheduler.policy == "async" and cells > 1 and scheduler.async_train_cells >= cells:
+        raise ConfigError(f"scheduler.async_train_cells must leave a cell that serves: at most {cells - 1}")
 
 
 def _get(config: Any, dotted: str) -> Any:
