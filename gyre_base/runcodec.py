@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from gyre_base.runblocks import Blocks
 from gyre_base.runrecords import (
     MAJOR,
     NO_IDS,
@@ -58,7 +59,7 @@ KINDS: dict[str, type] = {
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls) if f.name != "extra") for cls in KINDS.values()}
 _NESTED: dict[str, Any] = {"agent": Agent, "attempt": Attempt, "sampling": Sampling}
-_LINK = ("base", "keep", "h", "policy")  # keys of a call line that are not fields of Call
+_LINK = ("base", "keep", "h", "policy", "prompt", "completion")  # keys of a call line that are not fields of Call
 _BULK = ("prompt_ids", "completion_ids", "logprobs")
 
 
@@ -103,7 +104,10 @@ class CallWriter:
     orphan. A new writer knows no base, so after a restart each history begins with a full line: nothing to recover.
     """
 
-    def __init__(self, *, keyframe_calls: int = 32, keyframe_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self, *, keyframe_calls: int = 32, keyframe_bytes: int = 8 << 20, blocks: Blocks | None = None
+    ) -> None:
+        self._blocks = blocks  # needed for text-level calls only
         self._keyframe_calls = keyframe_calls
         self._keyframe_bytes = keyframe_bytes
         self._written: dict[str, dict[str, _Written]] = {}
@@ -122,14 +126,23 @@ class CallWriter:
         tail = np.ascontiguousarray(call.prompt_ids[keep:], np.int32)
         completion = np.ascontiguousarray(call.completion_ids, np.int32)
         logprobs = _clean(call.logprobs)
-        digest = chain_hash(before.hash if before else b"", keep, tail, completion, logprobs)
+        hashed = (tail, completion) if call.level == "token" else self._text(call, tail, completion)
+        digest = chain_hash(before.hash if before else b"", keep, *hashed, logprobs)
         link = {"base": base, "keep": keep, "h": digest.hex()} if before else {"h": digest.hex()}
-        bulk = {"prompt_ids": tail, "completion_ids": completion, "logprobs": logprobs}
+        bulk: dict[str, Any] = {"prompt_ids": tail, "completion_ids": completion, "logprobs": logprobs}
+        if call.level == "text" and self._blocks is not None:
+            bulk = {"prompt": self._blocks.many(tail), "completion": self._blocks.many(completion)}
         line = orjson.dumps({**_call_head(call), **link, **bulk}, option=_DUMP)
         deltas, size = (before.deltas + 1, before.size + len(line)) if before else (0, 0)
         total = len(call.prompt_ids) + len(completion)
         self._written.setdefault(call.exec, {})[call.call] = _Written(digest, total, deltas, size)
         return line
+
+    def _text(self, call: Call, tail: Ids, completion: Ids) -> tuple[Ids, Ids]:
+        """What the chain hash of a text-level line runs over."""
+        if self._blocks is None:
+            raise ValueError(f"call {call.call} is at text level, and its blocks are not known here")
+        return self._blocks.hashed(tail), self._blocks.hashed(completion)
 
     def forget(self, execution: str) -> None:
         """The execution is over: drop its state."""
@@ -154,7 +167,7 @@ def _call_head(call: Call) -> dict[str, Any]:
         elif name in _NESTED:
             known = {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
             line[name] = {**known, **call.extra.get(name, {})}
-        elif name not in _BULK and value is not None:
+        elif name not in _BULK and value is not None and (name, value) != ("level", "token"):
             line[name] = value
     line.update((k, v) for k, v in call.extra.items() if k not in _NESTED)
     return line

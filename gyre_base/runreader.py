@@ -6,6 +6,7 @@ the distinct tokens of the executions in flight (`forget` drops one), not the su
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,11 +15,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from gyre_base.runblocks import Blocks
 from gyre_base.runcodec import KINDS, BadRecord, call_fields, decode, ids_array, logprobs_array, parse_object
-from gyre_base.runrecords import NO_IDS, Call, Ids, Logprobs, Record, chain_hash, common_prefix
+from gyre_base.runrecords import NO_IDS, Call, Ids, Logprobs, Record, chain_hash
+from gyre_base.runtape import SENTINEL, Tape, Tapes, array_at, shortened
 
-_TIPS = 8  # recent histories against which a full line is stored; more only helps beyond 8 parallel agents
-_BUFFER = 1 << 20  # lines can be megabytes long
+MISSED: Any = object()  # the fast path does not apply; the plain one decides
+_BLOCK_BYTES = 4 << 20  # lines can be megabytes long
+_TAPE_BYTES = 48 << 20  # of all executions together
+_BLANK = b"\x00\r\n\t "
+_EXEC = re.compile(rb'"exec"\s*:\s*"([^"\\]*)"')
 
 
 @dataclass(frozen=True)
@@ -57,16 +63,23 @@ class ReadReport:
 class RunReader:
     """Iterates one run file. Call `records` again to go on where it ended: a torn end is read once it is whole."""
 
-    def __init__(self, source: str | Path | BinaryIO, offset: int = 0) -> None:
+    def __init__(
+        self, source: str | Path | BinaryIO, offset: int = 0, *, blocks: Blocks | None = None, fast: bool = True
+    ) -> None:
+        """`fast` False: every line is parsed whole (the oracle of the tests). `blocks`: shared by several readers."""
         self._source = source
         self.offset = offset
         self.report = ReadReport()
+        self.blocks = blocks if blocks is not None else Blocks()
+        self._fast = fast
         self._histories: dict[str, _History] = {}
+        self._recent: OrderedDict[str, int] = OrderedDict()  # execution -> bytes of its tapes, latest last
+        self._tape_bytes = 0
 
     def records(self) -> Iterator[Located]:
         """Every good record from `offset` to the present end, in file order. Raises RunFileError on a higher major."""
         if isinstance(self._source, (str, Path)):
-            with open(self._source, "rb", buffering=_BUFFER) as file:
+            with open(self._source, "rb", buffering=0) as file:
                 file.seek(self.offset)
                 yield from self._lines(file)
         else:
@@ -76,27 +89,65 @@ class RunReader:
         """Drop the state of an execution that gets no more calls. A later delta on it would be an orphan."""
         self._histories.pop(execution, None)
 
+    def forget_all(self) -> None:
+        """Drop the state of every execution."""
+        self._histories.clear()
+
+    def one(self, line: bytes, offset: int) -> Iterator[Located]:
+        """The records of one whole line that lies at `offset`; for those who find lines themselves."""
+        if line := line.strip(_BLANK):
+            yield from self._line(line, offset, offset + len(line))
+
     def _lines(self, file: BinaryIO) -> Iterator[Located]:
         self.report.torn = None
-        for raw in file:
-            start, end = self.offset, self.offset + len(raw)
-            line = raw.strip(b"\x00\r\n\t \xef\xbb\xbf") if start == 0 else raw.strip(b"\x00\r\n\t ")
-            if not raw.endswith(b"\n") and line and not _is_whole(line):
+        for raw, ended in split_lines(file):
+            start, end = self.offset, self.offset + len(raw) + ended
+            line = raw
+            if raw[:1] != b"{" or raw[-1:] != b"}":
+                line = raw.strip(_BLANK + b"\xef\xbb\xbf") if start == 0 else raw.strip(_BLANK)
+            if not ended and line and not _is_whole(line):
                 self.report.torn = (start, len(raw))
                 return
             self.offset = end
             if line:
-                yield from self._line(line, start + raw.find(line), end)
+                yield from self._line(line, start + (raw.find(line) if line is not raw else 0), end)
 
     def _line(self, line: bytes, start: int, end: int) -> Iterator[Located]:
         try:
-            record = self._record(parse_object(line), start, end)
+            record = self._shortcut(line, start, end) if self._fast else MISSED
+            if record is MISSED:
+                record = self._record(parse_object(line), start, end)
         except BadRecord as error:
             self.report.bad.append(Bad(start, end, str(error)))
             yield from self._behind_torn(line, start, end)
             return
         if record is not None:
             yield Located(start, end, record)
+
+    def _shortcut(self, line: bytes, start: int, end: int) -> Any:
+        """The record of a full call line whose prompt begins like a history that was read; MISSED if it is not one."""
+        array = array_at(line)
+        if array is None:
+            return MISSED
+        found = _EXEC.search(line, 0, array[0]) or _EXEC.search(line, array[1])
+        history = self._histories.get(found[1].decode(errors="replace")) if found is not None else None
+        short = shortened(line, array, history.tapes.items) if history is not None else None
+        if short is None or found is None:
+            return MISSED
+        rest, tape, keep = short
+        try:
+            obj = parse_object(rest)
+        except BadRecord:
+            return MISSED
+        ids = obj.get("prompt_ids")
+        as_thought = obj["k"] == "call" and obj.get("exec") == found[1].decode(errors="replace") and not obj.get("base")
+        if not (as_thought and isinstance(ids, list) and ids and ids[0] == SENTINEL) or "base" in obj or "level" in obj:
+            return MISSED
+        del ids[0]
+        call = self._call(obj, start, end, tape=(tape, keep))
+        if call is not None:
+            self.report.records["call"] += 1
+        return call
 
     def _behind_torn(self, line: bytes, start: int, end: int) -> Iterator[Located]:
         """A crash between two writes glues a torn record to the next whole one: look for a suffix that is a record."""
@@ -125,24 +176,37 @@ class RunReader:
             self.report.records[kind] += 1
         return record
 
-    def _call(self, obj: dict[str, Any], start: int, end: int) -> Call | None:
+    def _call(self, obj: dict[str, Any], start: int, end: int, tape: tuple[Tape, int] | None = None) -> Call | None:
+        """`tape`: where the first tokens of the prompt lie that are not in the line any more, and how many."""
         fields = call_fields(obj)
         execution, call_id = fields["exec"], fields["call"]
-        line = _Line.of(obj)
+        line = _Line.of(obj, self.blocks)
         if line.logprobs is not None and len(line.logprobs) != len(line.completion):
             reason = f"call {call_id}: {len(line.logprobs)} logprobs, {len(line.completion)} tokens: context only"
             self.report.defects.append(Bad(start, end, reason, kept=True))
-        history = self._histories.setdefault(execution, _History())
-        prompt, digest = history.resolve(line)
+        history = self._histories.setdefault(execution, _History(self.blocks))
+        prompt, digest, place = history.resolve(line, tape)
         if call_id in history:
             if history.same(call_id, line, prompt, digest):
                 self.report.duplicates += 1
             else:
                 self.report.conflicts.append((execution, call_id, start))
             return None
-        history.add(call_id, line, prompt, digest)
-        logprobs = line.logprobs if line.logprobs is None or len(line.logprobs) == len(line.completion) else None
-        return Call(**fields, prompt_ids=prompt, completion_ids=line.completion, logprobs=logprobs)
+        prompt, completion = history.add(call_id, line, prompt, digest, place)
+        self._bound(execution, history)
+        logprobs = line.logprobs if line.logprobs is None or len(line.logprobs) == len(completion) else None
+        return Call(**fields, prompt_ids=prompt, completion_ids=completion, logprobs=logprobs)
+
+    def _bound(self, execution: str, history: _History) -> None:
+        """Keep the tapes of recent executions only; the others are told again from their bodies when needed."""
+        size = history.tape_bytes()
+        self._tape_bytes += size - self._recent.pop(execution, 0)
+        self._recent[execution] = size
+        while self._tape_bytes > _TAPE_BYTES and len(self._recent) > 1:
+            oldest, freed = self._recent.popitem(last=False)
+            self._tape_bytes -= freed
+            if oldest in self._histories:
+                self._histories[oldest].drop_tapes()
 
 
 def read_run(source: str | Path | BinaryIO, offset: int = 0) -> tuple[list[Record], ReadReport]:
@@ -159,6 +223,24 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
+def split_lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """(line without its newline, whether it had one). Lines may be of any length; memory is one line and a block."""
+    rest: list[bytes] = []
+    while block := file.read(_BLOCK_BYTES):
+        start = 0
+        while (at := block.find(b"\n", start)) >= 0:
+            line = block[start:at]
+            if rest:
+                line = b"".join((*rest, line))
+                rest.clear()
+            yield line, True
+            start = at + 1
+        if start < len(block):
+            rest.append(block[start:] if start else block)
+    if rest:
+        yield b"".join(rest), False
+
+
 # ---- what is kept of earlier calls, to resolve later ones ---------------------------------------------------------
 
 
@@ -172,15 +254,26 @@ class _Line:
     completion: Ids
     logprobs: Logprobs | None
     stated: str | None  # the chain hash that the line carries
+    text: bool = False
 
     @classmethod
-    def of(cls, obj: dict[str, Any]) -> _Line:
+    def of(cls, obj: dict[str, Any], blocks: Blocks) -> _Line:
         base, keep, stated = obj.get("base"), obj.get("keep", 0), obj.get("h")
         if not isinstance(keep, int) or keep < 0 or not isinstance(base, (str, type(None))):
             raise BadRecord("base or keep is of a wrong type")
+        keep = keep if base is not None else 0
+        if obj.get("level", "token") == "text":
+            tail, completion = (_numbers(obj.get(key, []), key, blocks) for key in ("prompt", "completion"))
+            return cls(base, keep, tail, completion, None, stated, text=True)
         tail = ids_array(obj.get("prompt_ids", []), "prompt_ids")
         completion = ids_array(obj.get("completion_ids", []), "completion_ids")
-        return cls(base, keep if base is not None else 0, tail, completion, logprobs_array(obj.get("logprobs")), stated)
+        return cls(base, keep, tail, completion, logprobs_array(obj.get("logprobs")), stated)
+
+
+def _numbers(values: Any, key: str, blocks: Blocks) -> Ids:
+    if not isinstance(values, list) or not all(isinstance(v, dict) for v in values):
+        raise BadRecord(f"{key} is not a list of blocks")
+    return blocks.numbers(values)
 
 
 @dataclass(slots=True)
@@ -202,27 +295,47 @@ class _Body:
 class _History:
     """The calls of one execution: tails and completions, plus the whole tokens of a few recent ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks) -> None:
+        self.tapes = Tapes()
+        self._blocks = blocks
         self._bodies: dict[str, _Body] = {}
-        self._tips: OrderedDict[str, Ids] = OrderedDict()
+        self._on: dict[int, tuple[Tape, str]] = {}  # id of a tape -> (it, the last call laid on it)
 
     def __contains__(self, call: str) -> bool:
         return call in self._bodies
 
-    def resolve(self, line: _Line) -> tuple[Ids, bytes]:
-        """(prompt int32[P], chain hash). Raises BadRecord if the base is not here or the hash does not fit."""
+    def tape_bytes(self) -> int:
+        return sum(tape.size for tape in self.tapes.items)
+
+    def drop_tapes(self) -> None:
+        self.tapes = Tapes()
+        self._on.clear()
+
+    def resolve(self, line: _Line, tape: tuple[Tape, int] | None = None) -> tuple[Ids, bytes, tuple[Tape | None, int]]:
+        """(prompt int32[P], chain hash, (tape, tokens of the prompt on it)). Raises BadRecord: no base, wrong hash."""
         prompt, parent = line.tail, b""
+        place: tuple[Tape | None, int] = tape or (None, 0)
         if line.base is not None:
             base = self._bodies.get(line.base)
             if base is None:
                 raise BadRecord(f"its base {line.base} is missing (an orphan until the next full line)")
             if line.keep > base.tokens:
                 raise BadRecord(f"keep {line.keep} is longer than its base {line.base} ({base.tokens})")
-            prompt, parent = np.concatenate([self._sequence(line.base, line.keep), line.tail]), base.hash
-        digest = chain_hash(parent, line.keep, line.tail, line.completion, line.logprobs)
+            head, parent = self._sequence(line.base, line.keep), base.hash
+            place = self._tape_of(line.base), line.keep
+            prompt = np.concatenate([head, line.tail])
+        elif tape is not None:
+            prompt = (
+                np.concatenate([tape[0].view(0, tape[1]), line.tail]) if len(line.tail) else tape[0].view(0, tape[1])
+            )
+        tail = prompt if tape is not None else line.tail
+        hashed = (
+            (self._blocks.hashed(tail), self._blocks.hashed(line.completion)) if line.text else (tail, line.completion)
+        )
+        digest = chain_hash(parent, line.keep, *hashed, line.logprobs)
         if line.stated is not None and line.stated != digest.hex():
             raise BadRecord("the chain hash does not fit: a digit changed or the base is another one")
-        return prompt, digest
+        return prompt, digest, place
 
     def same(self, call: str, line: _Line, prompt: Ids, digest: bytes) -> bool:
         """Whether a second line of this id says the same tokens and logprobs, whatever its form."""
@@ -233,35 +346,47 @@ class _History:
             return False
         return bool(np.array_equal(self._sequence(call, len(prompt)), prompt))
 
-    def add(self, call: str, line: _Line, prompt: Ids, digest: bytes) -> None:
-        """Store it against the recent history it shares most with: distinct tokens are kept, not prompts."""
-        base, keep = line.base, line.keep
-        if base is None:
-            base, keep = self._nearest_tip(prompt)
-        self._bodies[call] = _Body(base, keep, prompt[keep:].copy(), line.completion, _answer(line), digest)
-        if base is not None and keep == self._bodies[base].tokens:
-            self._tips.pop(base, None)  # it lives on in the one that extends it
-        self._tips[call] = np.concatenate([prompt, line.completion])
-        if len(self._tips) > _TIPS:
-            self._tips.popitem(last=False)
+    def add(
+        self, call: str, line: _Line, prompt: Ids, digest: bytes, place: tuple[Tape | None, int]
+    ) -> tuple[Ids, Ids]:
+        """Store it against the recent history it shares most with: distinct tokens are kept, not prompts.
 
-    def _nearest_tip(self, prompt: Ids) -> tuple[str | None, int]:
-        best: str | None = None
-        longest = 0
-        for call in reversed(self._tips):
-            shared = common_prefix(self._tips[call], prompt)
-            if shared > longest:
-                best, longest = call, shared
-            if longest == len(prompt):
-                break
-        return best, longest
+        Returns its prompt and completion as views that hold no copy of the history.
+        """
+        tape, keep = place
+        if tape is None:
+            tape, keep = self.tapes.nearest(prompt)
+        base = self._on[id(tape)][1] if tape is not None and id(tape) in self._on else line.base
+        if base is not None:
+            keep_of_base = min(keep, self._bodies[base].tokens)
+        laid, whole, completion = self.tapes.lay(tape, keep, prompt[keep:], line.completion)
+        stored = keep_of_base if base is not None else 0
+        tail = whole[stored:].copy()
+        self._bodies[call] = _Body(base, stored, tail, line.completion, _answer(line), digest)
+        self._note(laid, call)
+        return whole, completion
+
+    def _note(self, tape: Tape, call: str) -> None:
+        """The deepest call of a tape stands for it."""
+        before = self._on.get(id(tape))
+        if before is None or self._bodies[call].tokens >= self._bodies[before[1]].tokens:
+            self._on[id(tape)] = (tape, call)
+        alive = {id(t) for t in self.tapes.items}
+        if len(self._on) > len(alive):
+            self._on = {key: value for key, value in self._on.items() if key in alive}
+
+    def _tape_of(self, call: str) -> Tape | None:
+        return next((tape for tape, last in self._on.values() if last == call), None)
 
     def _sequence(self, call: str | None, n: int) -> Ids:
         """The first n tokens of a call's prompt + completion, filled from the end along the bases."""
+        tapes = {last: tape for tape, last in self._on.values()}
+        if call in tapes:
+            return tapes[call].view(0, n)
         out: Ids = np.empty(n, np.int32)
         while n > 0 and call is not None:
-            if (tip := self._tips.get(call)) is not None:
-                out[:n] = tip[:n]
+            if (tape := tapes.get(call)) is not None:
+                out[:n] = tape.view(0, n)
                 break
             body = self._bodies[call]
             prompt = body.keep + len(body.tail)

@@ -67,6 +67,7 @@ class Call:
 
     `prompt_ids` int32[P], `completion_ids` int32[C], `logprobs` float32[C] or None (then the call is context only).
     `context` is the xxh3-128 of the prompt ids as the engine got them, if the writer kept it. Times are epoch seconds.
+    `level` "text": nobody recorded ids; the arrays hold numbers of `runblocks.Blocks` and there are no logprobs.
     """
 
     exec: str
@@ -84,6 +85,7 @@ class Call:
     spans: tuple[Span, ...] = ()
     sampling: Sampling = Sampling()
     context: str | None = None
+    level: str = "token"  # token | text
     prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
     completion_ids: Ids = field(default_factory=lambda: NO_IDS)
     logprobs: Logprobs | None = None
@@ -161,8 +163,8 @@ Record: TypeAlias = RunHeader | ExecStart | ExecEnd | Intent | Call | Reward | N
 # ---- arrays -------------------------------------------------------------------------------------------------------
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
-    """How many leading tokens are equal. Block compares: memory speed, stops at the first differing block."""
+def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """How many leading tokens (or bytes) are equal. Block compares: memory speed, stops at the first difference."""
     n = min(len(a), len(b))
     start, size = 0, 512  # most mismatches come early; then blocks grow
     while start < n:
