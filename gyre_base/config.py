@@ -27,9 +27,7 @@ class ClusterConfig:
     cells: int = 3  # core first, then satellites; with 1 the policy falls back to whole-pool switching
     bind: str = "127.0.0.1"  # address that other daemons reach; a node's own address on a cluster
     executors: int = 1  # executor processes; each holds many executions
-    peer_timeout_s: float = (
-        20.0  # silence after which a daemon counts as lost; lower finds faults sooner, higher rides out swaps
-    )
+    peer_timeout_s: float = 20.0  # silence that counts as lost: lower finds faults sooner, higher rides out swaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class SchedulerConfig:
     group_size: int = 16  # executions per task; advantages are relative to them
     look_ahead_groups: int = (
         -1
-    )  # in the pipeline beyond the burst's own; staler by this / groups_per_batch; -1 = policy's own
+    )  # groups in the pipeline beyond the burst's own; more overlaps, staler; -1 = policy's own
     staleness_bound: int = 0  # steps of older work that a dispatch may queue behind; 0 = no bound
     cell_slots: tuple[int, ...] = ()  # one number per cell where cells are uneven; empty = slots_per_cell each
     standalone_cells: int = 0  # the last cells only ever serve: they carry the tail while a pool trains
