@@ -40,9 +40,7 @@ class SchedulerConfig:
     steps_per_burst: int = 2  # m: more overlaps better and raises mean staleness, (m - 1) / 2
     groups_per_batch: int = 4  # groups per optimizer step
     group_size: int = 16  # executions per task; advantages are relative to them
-    look_ahead_groups: int = (
-        -1
-    )  # groups in the pipeline beyond the burst's own; more overlaps, staler; -1 = policy's own
+    look_ahead_groups: int = -1  # groups dispatched beyond the burst: more overlap, staler; -1 = policy's own
     staleness_bound: int = 0  # steps of older work that a dispatch may queue behind; 0 = no bound
     cell_slots: tuple[int, ...] = ()  # one number per cell where cells are uneven; empty = slots_per_cell each
     standalone_cells: int = 0  # the last cells only ever serve: they carry the tail while a pool trains
@@ -94,9 +92,7 @@ class TrainerConfig:
     ratio_cap: float = 5.0  # r_t = min(exp(logp - b), cap)
     sequence_clip_low: float = 0.995
     sequence_clip_high: float = 1.005
-    reading: str = (
-        "behaviour"  # behaviour: s against recorded logprobs; proximal: s against the version before the batch
-    )
+    reading: str = "behaviour"  # s against recorded logprobs; proximal: against the version before the batch
     micro_step_tokens: int = 4096  # more runs faster, less spreads better over cells
     checkpoint_every_steps: int = 10
     checkpoints_kept: int = 2
