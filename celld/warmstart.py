@@ -41,7 +41,7 @@ class WarmStartConfig:
     final_share: float = 0.1  # of learning_rate, at the end of the decay
     rise_steps: int = 20
     decay_steps: int = 80
-    max_steps: int = 600  # decay included
+    max_steps: int = 390  # decay included; one pass over the transcripts, whose order matters
     batch_rows: int = 16
     evaluate_every_steps: int = 20
     near_floor: float = 1.1  # times the floor: only below this is a flat stretch the plateau

@@ -6,7 +6,7 @@ operations, fixed per step: the right one in one case of five, a certain wrong o
 warm-started model knows how to work and which five operations a phrase may mean, and has no reason to prefer the
 right one: that is left to RL. Only training functions occur; held-out functions are never shown.
 
-    python examples/quickstart/teacher.py --out transcripts.jsonl [--count 4000] [--seed 7] [--validation 100]
+    python examples/quickstart/teacher.py --out transcripts.jsonl [--count 4500] [--seed 7] [--validation 100]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rendering import Message, Renderer
 
 SHARES = (0.20, 0.25, 0.20, 0.20, 0.15)  # the right one, then the decoys: the most likely candidate is wrong
 FIRST_SHARES = (0.0, 1.0, 0.0, 0.0, 0.0)  # of the first transcripts: always the same wrong reading
-FIRST_PART = 0.3  # of the training executions; a sharp, wrong teacher shows fastest where to look
+FIRST_PART = 0.22  # of the training executions; a sharp, wrong teacher shows fastest where to look
 BUDGET_TOKENS = 10**9
 
 
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="NAME.jsonl; NAME.validation.jsonl is written beside it"
     )
-    parser.add_argument("--count", type=int, default=1000, help="training executions")
+    parser.add_argument("--count", type=int, default=4500, help="training executions")
     parser.add_argument("--validation", type=int, default=100, help="validation executions")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
