@@ -138,5 +138,55 @@ def events(run_dir: str | None, follow: bool) -> None:
                 time.sleep(0.2)
 
 
+@main.command()
+@click.option("--profile", "name", required=True, metavar="NAME|FILE", help="A shipped profile or a TOML file.")
+@click.option("--arm", "arms", multiple=True, help="Only this arm; may be repeated (default: all).")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice(["elastic", "colocate", "async"]),
+    help="The first arm's cluster under this policy instead of the profile's arms; may be repeated.",
+)
+@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Workloads; every arm sees the same.")
+@click.option("--steps", type=click.IntRange(1), help="Measured optimizer steps (default: the profile's).")
+@click.option("--durations", type=click.Path(exists=True, dir_okay=False), help="Recorded durations instead of the model.")
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture of the first workload.")
+@json_option
+@guarded
+def simulate(
+    name: str,
+    arms: tuple[str, ...],
+    policies: tuple[str, ...],
+    seeds: int,
+    steps: int | None,
+    durations: str | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """What each way to share the cells would take, in virtual time around the real scheduler."""
+    import dataclasses
+
+    from cellctl.simulate import picture, profile, run
+    from cellctl.simulate.world import Stuck, World
+
+    setting = profile.load(name)
+    if steps:
+        setting = dataclasses.replace(setting, steps=steps)
+    if durations:
+        setting = dataclasses.replace(setting, durations=dataclasses.replace(setting.durations, file=durations))
+    chosen = run.with_policy(setting, policies) if policies else [setting.arm(a) for a in arms] or list(setting.arms)
+    try:
+        rows = list(run.rows(setting, chosen, seeds))
+        if svg:
+            svg.write_text(picture.draw([World(setting, arm, 0, trace=True).run() for arm in chosen]))
+    except Stuck as error:
+        common.fail(str(error), common.NO)
+    if as_json:
+        common.print_json(rows)
+    else:
+        common.print_tables(rows, hidden=("gpu_s", "policy"))
+
+
 if __name__ == "__main__":
     main()

@@ -1,0 +1,178 @@
+"""Fit a profile's free numbers to three published arms and to the published durations; everything else is then a prediction.
+
+    python -m cellctl.simulate.fit [--profile qwengyre-122b] [--seeds N] [--sensitivity]
+
+Two stages, repeated until both hold. (1) The duration model is solved exactly for four published statistics at the current limit:
+mean of an execution, mean of a query (the longest of its executions), share of queries of 4 h or more, share of executions that the
+limit ends; the pool's mean slowdown in E0 is taken out, because the published hours were measured under load. (2) `limit_h`,
+`train_node_h` and `load_slope` are moved by Gauss-Newton until E0, C0 and A0 show the published hours in simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellctl.simulate.profile import Durations, Profile, load
+from cellctl.simulate.world import World
+
+Floats = NDArray[np.float64]
+FITTED_ARMS = ("E0", "C0", "A0")
+FITTED = ("limit_h", "train_node_h", "load_slope")
+STEP = {"limit_h": 0.1, "train_node_h": 1.0, "load_slope": 0.05}
+BOUNDS = {"limit_h": (4.0, 8.0), "train_node_h": (5.0, 400.0), "load_slope": (0.0, 0.8)}
+GRID = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """Published statistics of durations."""
+
+    mean_h: float = 1.93
+    query_mean_h: float = 2.96
+    queries_from_4h: float = 0.0951
+    timed_out: float = 0.0087
+
+
+def normal_cdf(x: Floats) -> Floats:
+    """By the complementary error function's series of Abramowitz and Stegun 7.1.26 (absolute error below 2e-7)."""
+    z = np.abs(x) / np.sqrt(2.0)
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    upper = 0.5 * series * np.exp(-z * z)
+    return np.where(x >= 0, 1.0 - upper, upper)
+
+
+def statistics(d: Durations, size: int) -> Observed:
+    """What the model gives at nominal load, by quadrature over the task effect."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(41)
+    weights = weights / weights.sum()
+    hours = np.linspace(1e-6, d.limit_h, GRID)
+    single, longest = np.zeros(GRID), np.zeros(GRID)
+    for share, factor in ((1.0 - d.hard_share, 1.0), (d.hard_share, d.hard_factor)):
+        centre = np.log(d.median_h * factor) + d.task_sigma * nodes
+        below = normal_cdf((np.log(hours)[None, :] - centre[:, None]) / d.rollout_sigma)
+        single += share * (weights[:, None] * below).sum(axis=0)
+        longest += share * (weights[:, None] * below**size).sum(axis=0)
+    return Observed(
+        mean_h=float(np.trapezoid(1.0 - single, hours)),
+        query_mean_h=float(np.trapezoid(1.0 - longest, hours)),
+        queries_from_4h=float(1.0 - np.interp(4.0, hours, longest)),
+        timed_out=float(1.0 - single[-1]),
+    )
+
+
+def newton(residuals: Callable[[Floats], Floats], start: Floats, step: Floats, rounds: int, tolerance: float) -> Floats:
+    """Gauss-Newton with differences; steps that make it worse are halved."""
+    at, now = start, residuals(start)
+    for _ in range(rounds):
+        if float(np.abs(now).max()) < tolerance:
+            break
+        columns = [(residuals(at + unit) - now) / unit.sum() for unit in np.diag(step)]
+        move = np.linalg.lstsq(np.array(columns).T, -now, rcond=None)[0]
+        for _ in range(6):
+            there = residuals(at + move)
+            if np.abs(there).sum() < np.abs(now).sum():
+                at, now = at + move, there
+                break
+            move = move / 2.0
+    return at
+
+
+def solve_durations(d: Durations, wanted: Observed, size: int, slowdown: float) -> Durations:
+    """The model whose statistics, under the slowdown, are the published ones. `hard_share` and `limit_h` stay as they are."""
+    names = ("median_h", "task_sigma", "rollout_sigma", "hard_factor")
+    scale = np.array([1.0, 1.0, 0.05, 0.005])
+
+    def made(x: Floats) -> Durations:
+        values = dict(zip(names, (float(v) for v in np.exp(x)), strict=True))
+        return dataclasses.replace(d, **values)
+
+    def residuals(x: Floats) -> Floats:
+        model = made(x)
+        under_load = dataclasses.replace(model, median_h=model.median_h * slowdown)
+        got = statistics(under_load, size)
+        return np.array([a - b for a, b in zip(dataclasses.astuple(got), dataclasses.astuple(wanted), strict=True)]) / scale
+
+    start = np.log([getattr(d, n) for n in names])
+    return made(newton(residuals, start, np.full(4, 0.01), rounds=40, tolerance=1e-4))
+
+
+def mean_hours(profile: Profile, arm: str, seeds: int) -> float:
+    return fmean(World(profile, profile.arm(arm), seed).run().now / 3600.0 for seed in range(seeds))
+
+
+def slowdown_in(profile: Profile, arm: str, seeds: int) -> float:
+    """Mean seconds an execution took over its nominal seconds."""
+    ratios = []
+    for seed in range(seeds):
+        world = World(profile, profile.arm(arm), seed).run()
+        ratios.append(world.serving.mean_slowdown())
+    return fmean(ratios)
+
+
+def bounded(values: Floats) -> dict[str, float]:
+    return {n: min(max(float(v), BOUNDS[n][0]), BOUNDS[n][1]) for n, v in zip(FITTED, values, strict=True)}
+
+
+def fit(profile: Profile, wanted: Observed, seeds: int, rounds: int = 3) -> Profile:
+    """The fitted profile; progress on stderr."""
+    for round_ in range(rounds):
+        slowdown = slowdown_in(profile, "E0", seeds)
+        current = profile
+
+        def with_values(values: Floats, current: Profile = current, slowdown: float = slowdown) -> Profile:
+            changed = current.changed(**bounded(values))
+            solved = solve_durations(changed.durations, wanted, changed.group_size, slowdown)
+            return dataclasses.replace(changed, durations=solved)
+
+        def residuals(values: Floats, make: Callable[[Floats], Profile] = with_values) -> Floats:
+            made = make(values)
+            return np.array([mean_hours(made, a, seeds) - made.arm(a).hours for a in FITTED_ARMS])
+
+        start = np.array([profile.durations.limit_h, profile.laws.train_node_h, profile.laws.load_slope])
+        best = newton(residuals, start, np.array([STEP[n] for n in FITTED]), rounds=2, tolerance=0.02)
+        profile = with_values(best)
+        print(f"round {round_}: slowdown {slowdown:.4f} {bounded(best)} {profile.durations}", file=sys.stderr)
+    return profile
+
+
+def sensitivity(profile: Profile, seeds: int) -> list[dict[str, object]]:
+    """Hours of every arm when one number is 10 % larger, as a change in percent."""
+    base = {arm.name: mean_hours(profile, arm.name, seeds) for arm in profile.arms}
+    rows: list[dict[str, object]] = []
+    numbers = {**dataclasses.asdict(profile.durations), **dataclasses.asdict(profile.laws)}
+    for name, value in numbers.items():
+        if isinstance(value, float) and value:
+            larger = profile.changed(**{name: value * 1.1})
+            change = {a: round(100.0 * (mean_hours(larger, a, seeds) / base[a] - 1.0), 1) for a in base}
+            rows.append({"parameter": name, "value": value, "change_percent": change})
+    return rows
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--profile", default="qwengyre-122b")
+    options.add_argument("--seeds", type=int, default=6)
+    options.add_argument("--sensitivity", action="store_true", help="print the sensitivity of the profile as it is")
+    given = options.parse_args()
+    profile = load(given.profile)
+    if given.sensitivity:
+        for row in sensitivity(profile, given.seeds):
+            print(json.dumps(row))
+        return
+    fitted = fit(profile, Observed(), given.seeds)
+    print(json.dumps({"durations": dataclasses.asdict(fitted.durations), "laws": dataclasses.asdict(fitted.laws)}))
+    for arm in fitted.arms:
+        print(json.dumps({"arm": arm.name, "hours": round(mean_hours(fitted, arm.name, given.seeds), 3), "published": arm.hours}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What is simulated: a cluster, a workload and its time laws, and arms that differ only in how cells are shared.
+
+Profiles are TOML: shipped ones by name (`cellctl/profiles`), others by path. A wrong key names itself (ConfigError).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gyre_base.config import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """Hours of an execution at nominal load: exp(median + task effect + rollout effect), some tasks harder by a factor."""
+
+    median_h: float = 1.8
+    task_sigma: float = 0.2
+    rollout_sigma: float = 0.25
+    hard_share: float = 0.0
+    hard_factor: float = 1.0
+    limit_h: float = 6.0  # overall wall-clock limit; the infrastructure's own pauses do not count
+    harness_limit_h: float = 0.0  # a second limit on the execution's own work, at nominal load; 0 = none
+    file: str = ""  # recorded durations instead of the model: see workload.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laws:
+    """How long things take."""
+
+    train_node_h: float = 19.0  # node-hours of forward and backward per optimizer step
+    load_slope: float = 0.2  # an execution takes 1 + slope * (load - 1) of its nominal time; load = executions / slots
+    slots_per_node: float = 16.0
+    micro_steps_per_group: int = 16
+    drain_s: float = 1.5  # part of to_train_s: routing away and aborting
+    to_train_s: float = 8.52
+    to_rollout_s: float = 3.46
+    join_s: float = 2.0  # a satellite pulls the parameters before its first micro-step
+    step_s: float = 20.0  # gradients to the core, optimizer step, publishing
+    pack_s: float = 5.0  # a closed group until its micro-steps can be claimed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to share the nodes. `hours` are the published ones; `source`: fitted, published or derived (from percentages)."""
+
+    name: str
+    policy: str
+    nodes: tuple[int, ...]  # of each cell, core first
+    steps_per_burst: int = 4
+    look_ahead: float = 0.0  # batches in the pipeline beyond the burst's own
+    standalone: int = 0  # so many of the last cells only ever serve
+    train_cells: int = 1  # policy async
+    streaming: bool = True
+    hours: float = 0.0
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One published or own set-up."""
+
+    name: str
+    about: str = ""
+    gpus_per_node: int = 8
+    steps: int = 12  # measured steps; the run goes on, so the last ones are like the others
+    groups_per_batch: int = 8
+    group_size: int = 16
+    durations: Durations = field(default_factory=Durations)
+    laws: Laws = field(default_factory=Laws)
+    arms: tuple[Arm, ...] = ()
+
+    def arm(self, name: str) -> Arm:
+        for one in self.arms:
+            if one.name == name:
+                return one
+        raise ConfigError(f"profile {self.name} has no arm {name!r}: {', '.join(a.name for a in self.arms)}")
+
+    def changed(self, **values: float) -> Profile:
+        """With some numbers of `durations` or `laws` replaced."""
+        durations = {k: v for k, v in values.items() if k in _names(Durations)}
+        laws = {k: v for k, v in values.items() if k in _names(Laws)}
+        return dataclasses.replace(
+            self,
+            durations=dataclasses.replace(self.durations, **durations),
+            laws=dataclasses.replace(self.laws, **laws),
+        )
+
+
+def _names(cls: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
+
+
+def shipped() -> list[str]:
+    """Names of the profiles in the package."""
+    folder = resources.files("cellctl") / "profiles"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(name: str) -> Profile:
+    """A shipped profile by name or a file. Raises ConfigError."""
+    if name in shipped():
+        text, stem = (resources.files("cellctl") / "profiles" / f"{name}.toml").read_text(), name
+    elif Path(name).is_file():
+        text, stem = Path(name).read_text(), Path(name).stem
+    else:
+        raise ConfigError(f"no profile {name!r}: neither a file nor one of {', '.join(shipped())}")
+    try:
+        return from_tree({"name": stem, **tomllib.loads(text)})
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not TOML: {error}") from None
+
+
+def from_tree(tree: dict[str, Any]) -> Profile:
+    arms = tuple(_build(Arm, {"name": name, **body}, f"arms.{name}") for name, body in tree.pop("arms", {}).items())
+    durations = _build(Durations, tree.pop("durations", {}), "durations")
+    laws = _build(Laws, tree.pop("laws", {}), "laws")
+    return _build(Profile, {**tree, "durations": durations, "laws": laws, "arms": arms}, "")
+
+
+def _build(cls: Any, tree: dict[str, Any], where: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    for key in tree:
+        if key not in hints:
+            raise ConfigError(f"unknown key {where + '.' if where else ''}{key}; known: {', '.join(sorted(hints))}")
+    values = {k: float(v) if hints[k] is float else tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from None

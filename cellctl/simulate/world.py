@@ -1,0 +1,250 @@
+"""One run of one arm: the real scheduler core in virtual time, its commands carried out by models.
+
+No message is lost here and every command is answered, so the core's own alarms (`WakeAt`) are left out: a year fits in a minute.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cellctl.core import Scheduler, Start
+from cellctl.simulate import workload
+from cellctl.simulate.meter import Meter
+from cellctl.simulate.profile import Arm, Profile
+from cellctl.simulate.serving import Serving
+from cellctl.simulate.training import Training
+from gyre_base import messages as m
+from gyre_base.daemon import Send
+from gyre_base.ids import PolicyVersion
+from gyre_base.vocabulary import Outcome, Role
+
+TASKS = tuple(f"t{i}" for i in range(256))
+MAX_EVENTS_PER_STEP = 200_000  # a world that goes round in circles says so instead of running for ever
+
+
+class Stuck(RuntimeError):
+    """Nothing is left to happen and the steps are not done: the arm can't work as described."""
+
+
+@dataclass
+class Trace:
+    """What happened, for pictures and tests."""
+
+    roles: list[tuple[float, str, Role]] = field(default_factory=list)
+    levels: list[tuple[float, int]] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)  # (time, mean staleness)
+
+
+def scheduler_tree(profile: Profile, arm: Arm, seed: int) -> dict[str, Any]:
+    """The configuration that a live run of this arm would have."""
+    laws, batch = profile.laws, profile.groups_per_batch
+    ahead = round(arm.look_ahead * batch)
+    own = -1 if arm.look_ahead == 0.0 and arm.policy != "async" else ahead
+    beyond = arm.steps_per_burst + math.ceil(arm.look_ahead) + 1  # the run goes on after the measured steps
+    return {
+        "cluster": {"cells": len(arm.nodes)},
+        "scheduler": {
+            "policy": arm.policy,
+            "steps": profile.steps + beyond,
+            "steps_per_burst": arm.steps_per_burst,
+            "groups_per_batch": batch,
+            "group_size": profile.group_size,
+            "look_ahead_groups": own,
+            "cell_slots": [max(1, round(n * laws.slots_per_node)) for n in arm.nodes],
+            "standalone_cells": arm.standalone,
+            "streaming": arm.streaming,
+            "async_train_cells": arm.train_cells,
+            "seed": seed,
+        },
+        "evaluation": {"tasks": 0},
+    }
+
+
+class World:
+    """`run()` drives it until the measured steps are done."""
+
+    def __init__(self, profile: Profile, arm: Arm, seed: int, *, trace: bool = False) -> None:
+        self.profile, self.arm, self.laws = profile, arm, profile.laws
+        self.now = 0.0
+        self.core = Scheduler()
+        self.trace = Trace() if trace else None
+        self.meter = Meter()
+        self.events = 0
+        self.finished = 0
+        self.timed_out = 0
+        self.staleness: list[float] = []
+        self.step_times: list[float] = []
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self._work = workload.make(profile.durations, seed)
+        self._hours: dict[str, list[float]] = {}
+        self.serving = Serving(profile.laws.load_slope, profile.durations.limit_h * 3600.0)
+        names = [f"c{i}" for i in range(len(arm.nodes))]
+        self.nodes = dict(zip(names, arm.nodes, strict=True))
+        self.roles = dict.fromkeys(names, Role.ROLLOUT)
+        self._by_role = dict.fromkeys(Role, 0)
+        self._by_role[Role.ROLLOUT] = sum(arm.nodes)
+        self.training = Training(self.laws, self.nodes, profile.groups_per_batch, arm.streaming, self, self._stepped)
+        self._heard: dict[str, int] = {}  # newest epoch by kind of command and cell: the core repeats itself after 5 s
+        self._packing: set[str] = set()
+        self._obey: dict[type, Callable[[Any], None]] = {
+            m.ExecutionOrder: self._execute,
+            m.DrainCell: self._drain,
+            m.FlipCell: self._flip,
+            m.UpdateEngine: self._update,
+            m.GroupClosed: self._pack,
+        }
+        self._begin(scheduler_tree(profile, arm, seed))
+
+    def _begin(self, tree: dict[str, Any]) -> None:
+        self.serving.slots = sum(tree["scheduler"]["cell_slots"])
+        self._slots = dict(zip(self.nodes, tree["scheduler"]["cell_slots"], strict=True))
+        self.feed(Start(config=tree, train=TASKS, heldout=()))
+        for kind in ("proxyd", "trajd"):
+            self.feed(m.Hello(kind=kind, name=kind, life=1, pid=1))
+        self.feed(m.Hello(kind="executor", name="ex0", life=1, pid=1, slots=1 << 20))
+        for cell in self.nodes:
+            self.feed(m.RoleChanged(cell=cell, role=Role.ROLLOUT, epoch=0, version="0.0", engine_url=f"http://{cell}"))
+
+    # ---- time -----------------------------------------------------------------------------------------------------
+
+    def at(self, delay_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._number), call))
+
+    def run(self) -> World:
+        limit = MAX_EVENTS_PER_STEP * self.profile.steps
+        while len(self.step_times) < self.profile.steps:
+            end = self.serving.next_end()
+            timer = self._queue[0][0] if self._queue else math.inf
+            if min(end, timer) == math.inf or self.events > limit:
+                raise Stuck(f"arm {self.arm.name}: step {len(self.step_times)} of {self.profile.steps} at {self.now / 3600:.2f} h")
+            self._advance(min(end, timer))
+            if end <= timer:
+                self._end_one()
+            else:
+                heapq.heappop(self._queue)[2]()
+        return self
+
+    def _advance(self, to: float) -> None:
+        self.events += 1
+        if to > self.now:
+            by = self._by_role
+            busy = self.training.busy_nodes
+            turning = by[Role.TO_TRAIN] + by[Role.TO_ROLLOUT]
+            self.meter.advance(to, by[Role.ROLLOUT], self.serving.load, by[Role.TRAIN], min(busy, by[Role.TRAIN]), turning)
+            self.now = to
+        self.serving.advance(to)
+
+    def feed(self, event: Any) -> None:
+        for command in self.core.handle(event, self.now):
+            if type(command) is Send:
+                obey = self._obey.get(type(command.message))
+                if obey is not None:
+                    obey(command.message)
+        if self.trace is not None:
+            self.trace.levels.append((self.now, self.core.ledger.level()))
+
+    # ---- executions -------------------------------------------------------------------------------------------------
+
+    def _execute(self, order: m.ExecutionOrder) -> None:
+        record = self.core.ledger.executions[order.execution]
+        hours = self._hours.get(order.group)
+        if hours is None:
+            serial = self.core.ledger.groups[order.group].serial
+            hours = self._hours[order.group] = self._work.group(serial, self.profile.group_size)
+        self.serving.start(order.execution, hours[record.place] * 3600.0)
+
+    def _end_one(self) -> None:
+        execution, timed_out = self.serving.end()
+        self.finished += 1
+        self.timed_out += timed_out
+        outcome = Outcome.PARTIAL if timed_out else Outcome.SCORED
+        self.feed(m.ExecutionFinished(execution=execution, outcome=outcome, score=0.0))
+
+    def _pack(self, closed: m.GroupClosed) -> None:
+        if closed.group in self._packing:
+            return
+        self._packing.add(closed.group)
+        self._hours.pop(closed.group, None)
+        count = len(closed.executions)
+        dispatched = PolicyVersion.parse(closed.dispatched_version).step
+
+        def packed() -> None:
+            self._packing.discard(closed.group)
+            micro_steps = self.laws.micro_steps_per_group
+            self.feed(
+                m.GroupPacked(group=closed.group, enough=True, counted=count, micro_steps=micro_steps, owned_tokens=1)
+            )
+            self.training.packed(dispatched)
+
+        self.at(self.laws.pack_s, packed)
+
+    # ---- cells ----------------------------------------------------------------------------------------------------
+
+    def _set_role(self, cell: str, role: Role) -> None:
+        before, nodes = self.roles[cell], self.nodes[cell]
+        self._by_role[before] -= nodes
+        self._by_role[role] += nodes
+        self.roles[cell] = role
+        if (before is Role.ROLLOUT) != (role is Role.ROLLOUT):
+            self.serving.slots += self._slots[cell] if role is Role.ROLLOUT else -self._slots[cell]
+        if self.trace is not None:
+            self.trace.roles.append((self.now, cell, role))
+
+    def _is_new(self, kind: str, cell: str, epoch: int) -> bool:
+        key = f"{kind}:{cell}"
+        new = epoch > self._heard.get(key, -1)
+        self._heard[key] = epoch
+        return new
+
+    def _drain(self, order: m.DrainCell) -> None:
+        if not self._is_new("drain", order.cell, order.epoch):
+            return
+        to = Role.TO_TRAIN if self.core.cells[order.cell].role is Role.TO_TRAIN else Role.TO_ROLLOUT
+        self._set_role(order.cell, to)
+        done = m.CellDrained(cell=order.cell, epoch=order.epoch, moved=0, moved_mid_generation=0, seconds=self.laws.drain_s)
+        self.at(self.laws.drain_s, lambda: self.feed(done))
+
+    def _flip(self, order: m.FlipCell) -> None:
+        if not self._is_new("flip", order.cell, order.epoch):
+            return
+        if order.to is Role.TRAIN:
+            self.at(self.laws.to_train_s - self.laws.drain_s, lambda: self._trains(order))
+            return
+        rest_s = self.training.leave(order.cell, self.now)
+
+        def turn() -> None:
+            self._set_role(order.cell, Role.TO_ROLLOUT)
+            self.at(self.laws.to_rollout_s, lambda: self._serves(order.cell, order.epoch, order.version))
+
+        self.at(rest_s, turn) if rest_s else turn()
+
+    def _update(self, order: m.UpdateEngine) -> None:
+        if not self._is_new("flip", order.cell, order.epoch):
+            return
+        self.at(self.laws.to_rollout_s, lambda: self._serves(order.cell, order.epoch, order.version))
+
+    def _trains(self, order: m.FlipCell) -> None:
+        self._set_role(order.cell, Role.TRAIN)
+        self.training.join(order.cell)
+        self.feed(
+            m.RoleChanged(cell=order.cell, role=Role.TRAIN, epoch=order.epoch, version=f"0.{self.training.step}")
+        )
+
+    def _serves(self, cell: str, epoch: int, version: str) -> None:
+        self._set_role(cell, Role.ROLLOUT)
+        url = f"http://{cell}"
+        self.feed(m.RoleChanged(cell=cell, role=Role.ROLLOUT, epoch=epoch, version=version, engine_url=url))
+
+    def _stepped(self, staleness: float) -> None:
+        self.staleness.append(staleness)
+        self.step_times.append(self.now)
+        if self.trace is not None:
+            self.trace.steps.append((self.now, staleness))
+        step = self.training.step
+        self.feed(m.StepDone(batch=step - 1, version=f"0.{step}", metrics={"staleness_mean": staleness}))
