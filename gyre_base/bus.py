@@ -31,6 +31,15 @@ class NoAnswer(TimeoutError):
     """The daemon does not answer (exit code 3)."""
 
 
+class CannotListen(RuntimeError):
+    """The configured address can't be bound; says what to change (exit code 2)."""
+
+
+def cannot_listen(bind: str, why: str | None) -> CannotListen:
+    """One sentence for every socket that a daemon opens on `cluster.bind`."""
+    return CannotListen(f"cannot listen on {bind}: {why}; set cluster.bind to an address of this machine")
+
+
 @dataclass(frozen=True)
 class Received:
     """One message as it came in. `peer` is the routing id; `correlation` is to be given back with the answer."""
@@ -72,7 +81,10 @@ class Server:
         self._socket.curve_server = True
         self._socket.curve_secretkey = self._keys.server_secret
         self._socket.curve_publickey = self._keys.server_public
-        port = self._socket.bind_to_random_port(f"tcp://{self._bind}")
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{self._bind}")
+        except zmq.ZMQError as error:
+            raise cannot_listen(self._bind, error.strerror) from None
         self.address = f"tcp://{self._bind}:{port}"
         self._run.publish(
             EndpointFile(self._name, self._kind, self.address, self._life, os.getpid(), extra or {})

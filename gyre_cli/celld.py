@@ -38,8 +38,12 @@ def status(cells: tuple[str, ...], run_dir: str | None, as_json: bool) -> None:
 
     run = RunDir.open(common.run_root(run_dir))
     count = config.from_json(run.path("run.json").read_text()).cluster.cells
+    known = tuple(f"c{i}" for i in range(count))
+    for cell in cells:
+        if cell not in known:
+            common.fail(f"no cell is called {cell!r}: {', '.join(known)}", common.USAGE)
     rows = []
-    for cell in cells or tuple(f"c{i}" for i in range(count)):
+    for cell in cells or known:
         rows.extend(common.view(str(run.root), f"celld-{cell}", "status"))
     common.print_json(rows) if as_json else common.print_tables(rows)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import sys
@@ -47,13 +46,13 @@ def guarded(function: F) -> F:
 
     @functools.wraps(function)
     def inner(*args: Any, **kwargs: Any) -> Any:
-        from gyre_base.bus import NoAnswer
+        from gyre_base.bus import CannotListen, NoAnswer
         from gyre_base.config import ConfigError
         from gyre_base.rundir import RunDirError, RunLocked
 
         try:
             return function(*args, **kwargs)
-        except (ConfigError, click.UsageError) as error:
+        except (ConfigError, CannotListen) as error:
             fail(str(error), USAGE)
         except RunLocked as error:
             fail(str(error), REFUSED)
@@ -67,6 +66,8 @@ def guarded(function: F) -> F:
 
 def ask(run_dir: str | None, server: str, message: Any, timeout_s: float = 4.0) -> Any:
     """One question to one daemon of the run. Raises NoAnswer, RunDirError."""
+    import asyncio
+
     from gyre_base.bus import Client
     from gyre_base.keys import load_keys
     from gyre_base.rundir import RunDir

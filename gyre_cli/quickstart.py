@@ -18,9 +18,11 @@ from typing import Any
 import click
 import orjson
 
+from gyre_base import config as configuration
 from gyre_base import messages as m
 from gyre_base.bus import Client
 from gyre_base.config import Config, ConfigError
+from gyre_base.daemon import die_with_parent
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
 from gyre_cli import common, report, runs
@@ -60,6 +62,7 @@ def run(
     }
     given = {key: value for key, value in overrides.items() if value is not None}
     check_writable(Path(run_dir))
+    configuration.load(EXAMPLE / "gyre.toml", given)  # a wrong key is said before the warm start, not after it
     with Display("gyre quickstart: warm start", quiet=quiet) as display:
         model = warm_start(display)
     given["model.path"] = str(model)
@@ -141,7 +144,7 @@ def train_warm_start(display: Display, work: Path, transcripts: Path) -> None:
     command += ["--tokenizer", str(EXAMPLE / "tokenizer"), "--seed", str(WARM_START_SEED)]
     command += ["--threads", str(min(4, os.cpu_count() or 1))]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=die_with_parent) as process:
         assert process.stderr is not None
         words: list[str] = []
         for line in process.stderr:
@@ -153,7 +156,7 @@ def train_warm_start(display: Display, work: Path, transcripts: Path) -> None:
 
 
 def run_step(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
     if done.returncode:
         raise ConfigError(f"{what} failed:\n{done.stderr[-2000:]}")
 
@@ -187,11 +190,13 @@ def serve_and_report(run: RunDir, config: Config, *, title: str, quiet: bool, as
             supervisor = Supervisor(run, config, display.update, at_end)
             return await supervisor.serve(), supervisor.restarts
 
+        failure: RunFailed | None = None
         try:
             finished, restarts = asyncio.run(serve())
         except RunFailed as error:
-            display.say(f"error: {error}")
-            return common.NO
+            failure = error
+    if failure is not None:
+        common.fail(str(failure), failure.code)
     if restarts:
         click.echo(f"daemons that were started again: {restarts}", err=True)
     if not finished:

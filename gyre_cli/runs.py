@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import socket
 from pathlib import Path
 from typing import Any
+
+import click
 
 from gyre_base import config as configuration
 from gyre_base.config import Config, ConfigError
@@ -14,9 +18,13 @@ from gyre_cli.common import LATEST
 
 
 def create(root: str, config_file: Path, overrides: dict[str, Any] | None = None) -> tuple[RunDir, Config]:
-    """A new run, or the one that is there already (its own run.json wins). Raises ConfigError, RunDirError."""
+    """A new run, or the one that is there already (its own run.json wins, aloud). Raises ConfigError, RunDirError."""
     if (Path(root) / "run.json").exists():
-        return reopen(root)
+        run, config = reopen(root)
+        if config_file.exists() and (other := differences(config, configuration.load(config_file, overrides))):
+            words = f"{run.root} goes on with its own run.json; not used: {', '.join(other)}"
+            click.echo(f"{words}. Another --run starts anew.", err=True)
+        return run, config
     config = configuration.load(config_file, overrides)
     check(config)
     run = RunDir.create(root)
@@ -25,6 +33,13 @@ def create(root: str, config_file: Path, overrides: dict[str, Any] | None = None
     run.write_atomic("run.json", configuration.to_json(config))
     point_latest(run)
     return run, config
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """`key = value` for each key of which `new` says something else."""
+    before, after = (dataclasses.asdict(config) for config in (old, new))
+    pairs = (key.partition(".") for key in configuration.keys())
+    return [f"{s}.{k} = {after[s][k]!r}" for s, _, k in pairs if before[s][k] != after[s][k]]
 
 
 def reopen(root: str) -> tuple[RunDir, Config]:
@@ -38,6 +53,8 @@ def check(config: Config) -> None:
     needed = {
         "model.path": Path(config.model.path) / "config.json" if config.model.path else None,
         "tasks.train": Path(config.tasks.train) if config.tasks.train else None,
+        **({"tasks.heldout": Path(config.tasks.heldout)} if config.tasks.heldout else {}),
+        **({"model.tokenizer": Path(config.model.tokenizer) / "tokenizer.json"} if config.model.tokenizer else {}),
     }
     for key, path in needed.items():
         if path is None:
@@ -46,6 +63,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key}: no such file: {path}")
     if not config.tasks.harness:
         raise ConfigError('tasks.harness is not set: the command that runs your agent, such as ["python3", "agent.py"]')
+    check_address(config.cluster.bind)
     from gyre_exec.tasks import check as check_tasks
 
     paths = [Path(p) for p in (config.tasks.train, config.tasks.heldout) if p]
@@ -53,6 +71,16 @@ def check(config: Config) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(f"{problems[0]}{more}")
+
+
+def check_address(bind: str) -> None:
+    """Whether this machine, on which all daemons of `gyre up` run, has the address."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((bind, 0))
+        except OSError as error:
+            words = f"cluster.bind: cannot listen on {bind}: {error.strerror}; name an address of this machine"
+            raise ConfigError(words) from None
 
 
 def point_latest(run: RunDir) -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gyre_base import messages as m
@@ -22,6 +23,7 @@ from gyre_base.config import Config
 from gyre_base.daemon import die_with_parent
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
+from gyre_cli.common import NO, USAGE
 
 RESTARTS = 5  # of one daemon within WINDOW_S; more is a fault that restarting does not cure
 WINDOW_S = 120.0
@@ -30,7 +32,11 @@ STOP_ORDER = ("ex", "celld-", "proxyd", "trajd", "cellctl")
 
 
 class RunFailed(RuntimeError):
-    """A daemon keeps dying; names its log."""
+    """A daemon keeps dying, or says that it can't run like this: its words, and the exit code."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 @dataclass
@@ -99,8 +105,10 @@ class Supervisor:
         daemon.starts = [s for s in daemon.starts if now - s < WINDOW_S] + [now]
         if len(daemon.starts) > RESTARTS:
             log = self._run.path("log", f"{daemon.name}.log")
-            raise RunFailed(f"{daemon.name} ended {RESTARTS} times within {WINDOW_S:g} s; its last words are in {log}")
-        output = open(self._run.path("log", f"{daemon.name}.out"), "ab")  # noqa: SIM115 - handed to the child
+            raise RunFailed(
+                f"{daemon.name} ended {RESTARTS} times within {WINDOW_S:g} s; its last words are in {log}", code=NO
+            )
+        output = open(self._words_of(daemon), "ab")  # noqa: SIM115 - handed to the child
         try:
             daemon.process = await asyncio.create_subprocess_exec(
                 *daemon.command,
@@ -152,8 +160,14 @@ class Supervisor:
     async def _restart_dead(self) -> None:
         for daemon in self._daemons:
             if daemon.process is not None and daemon.process.returncode is not None:
+                if daemon.process.returncode == USAGE:  # a start with the same settings would end the same way
+                    raise RunFailed(f"{daemon.name}: {last_line(self._words_of(daemon))}", code=USAGE)
                 self.restarts[daemon.name] = self.restarts.get(daemon.name, 0) + 1
                 await self._start(daemon)
+
+    def _words_of(self, daemon: Daemon) -> Path:
+        """What it prints: nothing, unless it fails before its log is open."""
+        return self._run.path("log", f"{daemon.name}.out")
 
     async def _look(self, client: Client) -> None:
         try:
@@ -180,3 +194,8 @@ class Supervisor:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
+
+def last_line(path: Path) -> str:
+    """A daemon's last words without their `error:`."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else f"no word in {path}"

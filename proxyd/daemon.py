@@ -24,7 +24,7 @@ from gyre_base import config as configuration
 from gyre_base import journal as journals
 from gyre_base import messages as m
 from gyre_base import wire
-from gyre_base.bus import Client, NoAnswer, Received, Server
+from gyre_base.bus import CannotListen, Client, NoAnswer, Received, Server, cannot_listen
 from gyre_base.config import Config, ConfigError
 from gyre_base.daemon import HEARTBEAT_S, Answer, Shell, WakeAt, log_to, run_main, stop_on_signals
 from gyre_base.keys import Keys, load_keys
@@ -221,7 +221,10 @@ async def _until_stopped(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2, keepalive_timeout=600.0
     )
     await runner.setup()
-    await web.TCPSite(runner, config.cluster.bind, 0, backlog=1024).start()
+    try:
+        await web.TCPSite(runner, config.cluster.bind, 0, backlog=1024).start()
+    except OSError as error:
+        raise cannot_listen(config.cluster.bind, error.strerror) from None
     host, port = runner.addresses[0][:2]
     server = Server(run, keys, kind="proxyd", name="proxyd", life=life, bind=config.cluster.bind)
     server.start({"http": f"http://{host}:{port}"})
@@ -246,9 +249,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = options.parse_args(arguments)
     try:
         run_main(lambda: run_proxyd(given.run))
-    except (ConfigError, RunDirError) as error:
+    except (ConfigError, CannotListen, RunDirError) as error:
         print(f"proxyd: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 4
+        return 4 if isinstance(error, RunDirError) else 2
     return 0
 
 
