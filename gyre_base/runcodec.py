@@ -8,6 +8,7 @@ NaN, which never trains); unknown keys survive a round trip. A call line may lea
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,22 @@ def encode(record: Record) -> bytes:
     """One line with its newline. A call comes out in full form; `CallWriter` makes the short one."""
     if isinstance(record, Call):
         return CallWriter().call(record)
+    return to_line(to_object(record))
+
+
+def to_object(record: Record) -> dict[str, Any]:
+    """Any record but a call as the object of its line."""
     line: dict[str, Any] = {"k": _KIND_OF[type(record)]}
     for name in _FIELDS[type(record)]:
         value = getattr(record, name)
         if value is not None and value != {}:
             line[name] = value
-    return orjson.dumps({**line, **record.extra}, option=_DUMP)
+    return {**line, **record.extra}
+
+
+def to_line(obj: Mapping[str, Any]) -> bytes:
+    """One line with its newline."""
+    return orjson.dumps(obj, option=_DUMP)
 
 
 @dataclass(slots=True)
@@ -113,7 +124,15 @@ class CallWriter:
         self._written: dict[str, dict[str, _Written]] = {}
 
     def call(self, call: Call, base: str | None = None, keep: int = 0) -> bytes:
-        """The line of a finished call whose prompt begins with the first `keep` tokens of base's prompt + completion.
+        """The line of `object`, which see."""
+        line = to_line(self.object(call, base, keep))
+        written = self._written[call.exec][call.call]
+        if written.deltas:
+            written.size += len(line)
+        return line
+
+    def object(self, call: Call, base: str | None = None, keep: int = 0) -> dict[str, Any]:
+        """The object of a finished call whose prompt begins with the first `keep` tokens of base's prompt + completion.
 
         The caller answers for `base` and `keep` (proxyd knows what it reused); they are not compared here.
         """
@@ -132,11 +151,10 @@ class CallWriter:
         bulk: dict[str, Any] = {"prompt_ids": tail, "completion_ids": completion, "logprobs": logprobs}
         if call.level == "text" and self._blocks is not None:
             bulk = {"prompt": self._blocks.many(tail), "completion": self._blocks.many(completion)}
-        line = orjson.dumps({**_call_head(call), **link, **bulk}, option=_DUMP)
-        deltas, size = (before.deltas + 1, before.size + len(line)) if before else (0, 0)
+        deltas, size = (before.deltas + 1, before.size) if before else (0, 0)
         total = len(call.prompt_ids) + len(completion)
         self._written.setdefault(call.exec, {})[call.call] = _Written(digest, total, deltas, size)
-        return line
+        return {**_call_head(call), **link, **bulk}
 
     def _text(self, call: Call, tail: Ids, completion: Ids) -> tuple[Ids, Ids]:
         """What the chain hash of a text-level line runs over."""
@@ -265,6 +283,8 @@ def call_fields(obj: dict[str, Any]) -> dict[str, Any]:
 
 def ids_array(values: Any, key: str) -> Ids:
     """int32[n] from a JSON list. Raises BadRecord on anything that is not a list of ids (no silent rounding)."""
+    if isinstance(values, np.ndarray):  # of a binary file, checked when it was framed
+        return values
     if not isinstance(values, list):
         raise BadRecord(f"{key} is not a list")
     if not values:
@@ -280,8 +300,8 @@ def ids_array(values: Any, key: str) -> Ids:
 
 def logprobs_array(values: Any) -> Logprobs | None:
     """float32[n]; JSON null inside the list is NaN; null instead of the list is None. Raises BadRecord."""
-    if values is None:
-        return None
+    if values is None or isinstance(values, np.ndarray):
+        return values
     try:
         array = np.array(values, dtype=np.float64).astype(np.float32)
     except (TypeError, ValueError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,14 +89,21 @@ class RunReader:
         """Drop the state of an execution that gets no more calls. A later delta on it would be an orphan."""
         self._histories.pop(execution, None)
 
-    def forget_all(self) -> None:
-        """Drop the state of every execution."""
-        self._histories.clear()
-
     def one(self, line: bytes, offset: int) -> Iterator[Located]:
         """The records of one whole line that lies at `offset`; for those who find lines themselves."""
         if line := line.strip(_BLANK):
             yield from self._line(line, offset, offset + len(line))
+
+    def objects(self, objects: Iterable[tuple[int, int, dict[str, Any]]]) -> Iterator[Located]:
+        """Records of objects that another form (binary frames) gave: (offset, end, object)."""
+        for start, end, obj in objects:
+            try:
+                record = self._record(obj, start, end)
+            except BadRecord as error:
+                self.report.bad.append(Bad(start, end, str(error)))
+                continue
+            if record is not None:
+                yield Located(start, end, record)
 
     def _lines(self, file: BinaryIO) -> Iterator[Located]:
         self.report.torn = None

@@ -1,10 +1,10 @@
-"""trajtools: what is in a recorded run, what repeats, what breaks prefix reuse, what would be trained. Needs no cluster."""
+"""trajtools: what is in a recorded run, what repeats, what breaks prefix reuse, what would be trained. No cluster."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,29 +17,33 @@ from gyre_cli.common import json_option
 F = TypeVar("F", bound=Callable[..., Any])
 PROGRESS_FROM_BYTES = 20_000_000  # a bar for less would only flicker
 source_argument = click.argument("source", type=click.Path(path_type=Path), default="-")
+out_file = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.group()
 def main() -> None:
     """Recorded runs of agents: say what is in them, check them, slim them.
 
-    SOURCE is a run file (gyre.run/1), a run's calls/ folder, or - for standard input.
+    SOURCE is a run file (.jsonl or .gtr), a run's calls/ folder, another tool's record (Claude Code, Codex, chat logs,
+    SWE-agent, mini-swe-agent, OpenHands, NeMo-Gym, NeMo-RL, verifiers, ATIF), or - for standard input.
     """
 
 
 def readable(function: F) -> F:
-    """One line for a file that can't be read."""
+    """One line for a file that can't be read, or a wish that can't be met."""
 
     @functools.wraps(function)
     def inner(*args: Any, **kwargs: Any) -> Any:
-        from gyre_base.runfile import RunFileError
-        from trajtools.readers import UnknownFormat
-
         try:
             return function(*args, **kwargs)
+        except BrokenPipeError:
+            sys.stderr.close()  # a reader that had enough is no error
+            raise SystemExit(0) from None
         except OSError as error:
-            common.fail(f"cannot read {error.filename}: {error.strerror}", common.USAGE)
-        except (RunFileError, UnknownFormat) as error:
+            common.fail(f"cannot use {error.filename}: {error.strerror}", common.USAGE)
+        except ValueError as error:
+            if type(error).__module__.split(".")[0] not in ("gyre_base", "trajtools"):
+                raise  # a bug of ours
             common.fail(str(error), common.USAGE)
 
     return inner  # type: ignore[return-value]
@@ -65,24 +69,87 @@ def opened(source: Path) -> Iterator[Any]:
         yield source, lambda done: bar.update(task, completed=done)
 
 
-def show(report: Any, as_json: bool) -> None:
+def show_report(report: Any, as_json: bool) -> None:
     if as_json:
         common.print_json([report.as_json()])
     else:
         click.echo("\n".join(report.lines()))
 
 
+def whole_file(source: Path) -> Path:
+    """A source that must be a file of ours."""
+    if not source.is_file():
+        common.fail(f"no such file: {source}", common.USAGE)
+    return source
+
+
+def different(source: Path, *outputs: Path | None) -> None:
+    """Inputs are never changed."""
+    if any(out is not None and out.exists() and source.exists() and out.samefile(source) for out in outputs):
+        common.fail(f"{source} is the input, and inputs are never changed: name another output", common.USAGE)
+
+
+def tokenizer_option(function: F) -> F:
+    return click.option(
+        "--tokenizer",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Show tokens as text: a folder with tokenizer.json, or that file.",
+    )(function)
+
+
+def speaker(tokenizer: Path | None) -> Any:
+    """Ids to text, or None."""
+    if tokenizer is None:
+        return None
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    if not file.is_file():
+        common.fail(f"no tokenizer.json at {tokenizer}", common.USAGE)
+    from tokenizers import Tokenizer
+
+    try:
+        made = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        common.fail(f"cannot read {file}: {error}", common.USAGE)
+    return lambda ids: made.decode(list(ids), skip_special_tokens=False)
+
+
+def rules_options(function: F) -> F:
+    """How to choose; the defaults are those of training."""
+    options = (
+        click.option("--jmax", type=click.IntRange(0), default=5, show_default=True, help="Slots; 0: no bound."),
+        click.option("--rule", type=click.Choice(["greedy", "paper"]), default="greedy", show_default=True),
+        click.option("--stubs", type=click.Choice(["drop", "attach", "keep"]), default="drop", show_default=True),
+        click.option("--seed", type=int, default=0, show_default=True, help="Of the paper's draw."),
+        click.option("--unlabelled", is_flag=True, help="Train calls that nothing classified."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def rules(jmax: int, rule: Any, stubs: Any, seed: int, unlabelled: bool) -> Any:
+    from trajtools.choose import Rules
+
+    return Rules(jmax=jmax or None, rule=rule, stubs=stubs, seed=seed, unlabelled=unlabelled)
+
+
 @main.command()
 @source_argument
-@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the slim form here.")
+@click.option("-o", "--out", type=out_file, help="Write the slim form here (.jsonl, or .gtr for the binary form).")
+@click.option("--strict", is_flag=True, help="A torn last line is damage too.")
+@tokenizer_option
 @json_option
 @readable
-def dedup(source: Path, out: Path | None, as_json: bool) -> None:
-    """What repeats, by class of break, and what is stored once."""
+def dedup(source: Path, out: Path | None, strict: bool, tokenizer: Path | None, as_json: bool) -> None:
+    """What repeats, by class of break, and what is stored once. Exit 1 if something in the file is damaged."""
     from trajtools.report import dedup as run
 
+    different(source, out)
     with opened(source) as (stream, on_bytes):
-        show(run(stream, out, on_bytes=on_bytes), as_json)
+        report = run(stream, out, on_bytes=on_bytes, say=speaker(tokenizer))
+    show_report(report, as_json)
+    raise SystemExit(0 if report.damage.ok and not (strict and report.damage.torn) else common.NO)
 
 
 @main.command()
@@ -90,16 +157,18 @@ def dedup(source: Path, out: Path | None, as_json: bool) -> None:
 @json_option
 @readable
 def stats(source: Path, as_json: bool) -> None:
-    """Calls, tokens, reuse of prefixes, durations and outcomes, by agent."""
+    """Calls, tokens, reuse of prefixes, durations and outcomes, by label."""
     from trajtools.report import stats as run
 
     with opened(source) as (stream, on_bytes):
-        show(run(stream, on_bytes=on_bytes), as_json)
+        show_report(run(stream, on_bytes=on_bytes), as_json)
 
 
 @main.command()
 @source_argument
-@click.option("--shuffles", type=click.IntRange(0), default=0, help="Build every forest again in this many random orders.")
+@click.option(
+    "--shuffles", type=click.IntRange(0), default=0, help="Build every forest again in this many random orders."
+)
 @json_option
 @readable
 def check(source: Path, shuffles: int, as_json: bool) -> None:
@@ -108,22 +177,247 @@ def check(source: Path, shuffles: int, as_json: bool) -> None:
 
     with opened(source) as (stream, _):
         report = run(stream, shuffles=shuffles)
-    show(report, as_json)
+    show_report(report, as_json)
     raise SystemExit(0 if report.ok else common.NO)
 
 
 @main.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.option("-o", "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Run file to write.")
+@source_argument
+@click.option("--execution", "-e", help="Only this one.")
+@click.option("--depth", type=click.IntRange(0), help="Fold branches below this level.")
+@click.option("--svg", type=out_file, help="Draw one execution into this file.")
+@click.option("--html", type=out_file, help="Draw all of them into one page.")
 @json_option
 @readable
-def convert(source: Path, out: Path, as_json: bool) -> None:
-    """Another tool's token-level record (NeMo-Gym rollouts, NeMo-RL message logs) as a run file."""
-    from trajtools import convert as run
+def tree(
+    source: Path, execution: str | None, depth: int | None, svg: Path | None, html: Path | None, as_json: bool
+) -> None:
+    """The branching history: who continued what, how far, where it broke, what is trained."""
+    from trajtools.load import Stream
+    from trajtools.tree import history, terminal
 
-    if not source.exists():
-        common.fail(f"no such file: {source}", common.USAGE)
-    show(run(source, out), as_json)
+    different(source, svg, html)
+    kept, names = [], []
+    with opened(source) as (stream, on_bytes):
+        for one in Stream(stream, on_bytes=on_bytes).executions():
+            names.append(one.id)
+            if execution not in (None, one.id):
+                continue
+            told = history(one)
+            if as_json:
+                common.print_json(line.as_json(one.id) for line in told.lines())
+            elif not svg and not html:
+                click.echo("\n".join(terminal(told, depth)))
+            if svg or html:
+                kept.append(told)
+    if execution is not None and execution not in names:
+        common.fail(f"no execution {execution}; there are: {', '.join(names[:8])}", common.USAGE)
+    _draw(kept, svg, html)
+
+
+def _draw(kept: list[Any], svg: Path | None, html: Path | None) -> None:
+    from trajtools import picture
+
+    if svg is not None:
+        if len(kept) != 1:
+            common.fail(
+                f"an SVG shows one execution and there are {len(kept)}: name one with -e, or use --html", common.USAGE
+            )
+        svg.write_text(picture.svg(kept[0]))
+    if html is not None:
+        html.write_text(picture.html(kept))
+
+
+@main.command()
+@source_argument
+@click.argument("execution", required=False)
+@click.argument("call", required=False)
+@tokenizer_option
+@json_option
+@readable
+def show(source: Path, execution: str | None, call: str | None, tokenizer: Path | None, as_json: bool) -> None:
+    """The calls of an execution, or one call: what is new in its prompt, and its answer.
+
+    EXECUTION may be left out if there is one; write `-` for it to name a CALL then.
+    """
+    from trajtools import inspect
+    from trajtools.load import load
+
+    with opened(source) as (stream, on_bytes):
+        recording = load(stream, on_bytes=on_bytes)
+    name = None if execution == "-" else execution
+    if call is not None:
+        show_report(inspect.show_call(recording, name, call, speaker(tokenizer)), as_json)
+    elif name is None and len(recording.executions) != 1:
+        _list(recording, as_json)
+    else:
+        show_report(inspect.show(recording, name), as_json)
+
+
+def _list(recording: Any, as_json: bool) -> None:
+    """One row per execution."""
+    rows = []
+    for name in sorted(recording.executions):
+        one = recording.executions[name]
+        reward = one.reward
+        outcome = {"outcome": reward.status if reward else "unscored", "score": reward.value if reward else None}
+        rows.append({"execution": name, "level": one.level, "calls": len(one.forest), "group": one.group, **outcome})
+    common.print_json(rows) if as_json else common.print_tables(rows)
+
+
+@main.command()
+@source_argument
+@rules_options
+@json_option
+@readable
+def choose(source: Path, as_json: bool, **options: Any) -> None:
+    """Which trajectories the rules keep of each execution, in what order, and why."""
+    from trajtools.inspect import choices
+
+    with opened(source) as (stream, _):
+        for one in choices(stream, rules(**options)):
+            show_report(one, as_json)
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--out", required=True, type=out_file, help="Run file to write: the input's bytes, then the rewards."
+)
+@click.option(
+    "--rewards", type=click.Path(path_type=Path), help="JSON lines {exec, value, status?, error?}; - is stdin."
+)
+@click.option("--set", "pairs", multiple=True, metavar="EXEC=VALUE", help="One reward; VALUE null is unscored.")
+@json_option
+@readable
+def score(source: Path, out: Path, rewards: Path | None, pairs: tuple[str, ...], as_json: bool) -> None:
+    """Attach outcomes later; calls are not touched. Exit 1 if a reward names an execution that is not there."""
+    from trajtools.rewards import attach, read_rewards
+
+    different(whole_file(source), out)
+    given = list(read_rewards(_reward_lines(rewards))) if rewards is not None else []
+    given += [_pair(pair) for pair in pairs]
+    if not given:
+        common.fail("no rewards given: use --rewards FILE or --set EXEC=VALUE", common.USAGE)
+    report = attach(source, given, out)
+    show_report(report, as_json)
+    raise SystemExit(0 if report.ok else common.NO)
+
+
+def _reward_lines(rewards: Path) -> Iterable[bytes]:
+    return sys.stdin.buffer if str(rewards) == "-" else rewards.read_bytes().splitlines()
+
+
+def _pair(pair: str) -> Any:
+    from trajtools.rewards import BadReward, reward
+
+    name, equals, value = pair.rpartition("=")
+    if not equals or not name:
+        raise BadReward(f"--set {pair}: write EXEC=VALUE")
+    try:
+        number = None if value == "null" else float(value)
+    except ValueError:
+        raise BadReward(f"--set {pair}: {value!r} is not a number") from None
+    return reward({"exec": name, "value": number}, f"--set {pair}")
+
+
+@main.command()
+@source_argument
+@click.option("--form", type=click.Choice(["flat", "tree"]), default="flat", show_default=True)
+@click.option("-o", "--out", type=out_file, help="Write here; default: standard output.")
+@rules_options
+@json_option
+@readable
+def sample(source: Path, form: str, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Training samples, one JSON object per line: a row per trajectory, or one tree-packed sequence per execution."""
+    import orjson
+
+    from trajtools.load import load
+    from trajtools.samples import Samples
+
+    different(source, out)
+    with opened(source) as (stream, on_bytes):
+        recording = load(stream, on_bytes=on_bytes)
+    samples = Samples(recording, form, rules(**options))
+    part = out.with_name(out.name + ".part") if out is not None else None
+    with part.open("wb") if part is not None else _stdout() as file:
+        for row in samples.rows():
+            file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+    if part is not None and out is not None:
+        part.replace(out)
+        show_report(samples.summary(), as_json)
+    else:
+        click.echo("\n".join(samples.summary().lines()), err=True)
+
+
+@contextmanager
+def _stdout() -> Iterator[Any]:
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+@main.command()
+@click.argument("left", type=click.Path(path_type=Path))
+@click.argument("right", type=click.Path(path_type=Path))
+@json_option
+@readable
+def diff(left: Path, right: Path, as_json: bool) -> None:
+    """Two recordings, or two forms of one, call by call; exit 1 if they differ."""
+    from trajtools.inspect import diff as run
+
+    for source in (left, right):
+        if not source.exists():
+            common.fail(f"no such file or folder: {source}", common.USAGE)
+    report = run(left, right)
+    show_report(report, as_json)
+    raise SystemExit(0 if report.ok else common.NO)
+
+
+@main.command()
+@source_argument
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="What to write; a folder for ATIF.")
+@click.option(
+    "--to", "form", type=click.Choice(["run", "gtr", "atif", "arrow", "parquet"]), help="Default: by the name."
+)
+@click.option("--atif-version", type=click.Choice(["1.7", "1.8"]), default="1.7", show_default=True)
+@click.option("--prompt-ids", is_flag=True, help="ATIF: write every prompt's ids too (quadratic).")
+@tokenizer_option
+@json_option
+@readable
+def convert(
+    source: Path,
+    out: Path,
+    form: str | None,
+    atif_version: str,
+    prompt_ids: bool,
+    tokenizer: Path | None,
+    as_json: bool,
+) -> None:
+    """Any readable record as a run file, a binary one (.gtr), ATIF, Arrow or Parquet."""
+    from trajtools.conversion import convert as run
+    from trajtools.conversion import form_of
+
+    different(source, out)
+    form = form_of(out, form)
+    more = {"version": atif_version, "prompt_ids": prompt_ids, "say": speaker(tokenizer)} if form == "atif" else {}
+    with opened(source) as (stream, _):
+        show_report(run(stream, out, form, **more), as_json)
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("-o", "--out", required=True, type=out_file, help="The file without its damage.")
+@click.option("--side", type=out_file, help="What was taken out, with offset and reason (default: OUT.taken.jsonl).")
+@json_option
+@readable
+def repair(source: Path, out: Path, side: Path | None, as_json: bool) -> None:
+    """Take torn and glued lines out of a run file; exit 1 if there was something to take out."""
+    from trajtools.mend import repair as run
+
+    different(whole_file(source), out, side)
+    report = run(source, out, side)
+    show_report(report, as_json)
+    raise SystemExit(0 if report.ok else common.NO)
 
 
 if __name__ == "__main__":

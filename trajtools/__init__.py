@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trajtools.readers import Converted
+    from trajtools.conversion import Converted
 
 
 def convert(path: str | Path, out: str | Path) -> Converted:
-    """Write another tool's token-level record as a gyre.run/1 file; see `trajtools.readers`."""
-    from trajtools.readers import convert as run  # late: `import trajtools` stays cheap
+    """Write another tool's record as a gyre.run/1 file; see `trajtools.readers`."""
+    from trajtools.conversion import convert as run  # late: `import trajtools` stays cheap
 
-    return run(path, out)
+    return run(Path(path), out)

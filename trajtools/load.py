@@ -1,35 +1,52 @@
-"""A call log in memory: one forest per execution and everything else that was recorded of it.
+"""A recorded run in memory: one forest per execution and everything else that was recorded of it.
 
-Owns reading for the reports and tools: a file, a folder of shards (`calls/` of a run) or a stream. Arrays of a call
-live in the forest only, so memory is the distinct tokens. Changes no file.
+Owns reading for the reports and tools: a run file (lines or binary), a folder of shards (`calls/` of a run), a stream,
+or a record of another tool (`readers`). Arrays of a call live in the forest only, so memory is the distinct tokens;
+`Stream` goes through the executions one at a time when there are many. Changes no file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
+import shutil
+import tempfile
+from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+from gyre_base.runblocks import Blocks
+from gyre_base.runcodec import to_line, to_object
 from gyre_base.runfile import (
     Call,
     CallWriter,
     ExecEnd,
     ExecStart,
     Intent,
+    Located,
     Note,
     ReadReport,
     Record,
     Reward,
     RunHeader,
     RunReader,
-    encode,
 )
+from gyre_base.runframes import MAGIC, FrameReader, FrameWriter
+from gyre_base.runreader import split_lines
 from trajtools.breaks import Analysis, analyse
 from trajtools.forest import ConflictingCall, Forest, Mark
 
 Source: TypeAlias = str | Path | BinaryIO
+OnCall: TypeAlias = Callable[[Call], None]
+OnBytes: TypeAlias = Callable[[int], None]
+KEYFRAME_CALLS = 256  # a slim file is written whole, so damage is rare: fewer full lines than in a live log
+AT_ONCE = 64  # executions held in memory before `Stream` turns to one at a time
+_HEAD = re.compile(rb'\{"k":"(?:call|intent|exec|exec_end|reward|note)","exec":"([^"\\]+)"')
+_RECORD = b'{"k":"'
 
 
 @dataclass(eq=False)
@@ -40,6 +57,7 @@ class Execution:
     forest: Forest
     others: list[Record] = field(default_factory=list)
     offsets: dict[str, int] = field(default_factory=dict)  # call -> byte offset of its line
+    blocks: Blocks | None = None  # set: its forest is of text blocks, not of tokens
 
     @property
     def reward(self) -> Reward | None:
@@ -53,6 +71,10 @@ class Execution:
     @property
     def group(self) -> str:
         return next((r.group for r in self.others if isinstance(r, ExecStart)), "")
+
+    @property
+    def level(self) -> str:
+        return "text" if self.blocks is not None else "token"
 
     def lost_calls(self) -> list[str]:
         """Intents without a call: something was dispatched and never logged."""
@@ -74,7 +96,10 @@ class Recording:
     loose: list[Record] = field(default_factory=list)  # headers and notes that belong to no execution
     reports: dict[str, ReadReport] = field(default_factory=dict)  # by file
     conflicts: list[tuple[str, str, int]] = field(default_factory=list)  # (execution, call, offset)
+    mixed: list[tuple[str, str]] = field(default_factory=list)  # calls of another level than their execution, left out
     size: int = 0
+    format: str = "gyre.run"
+    blocks: Blocks = field(default_factory=Blocks)
 
     @property
     def vocab(self) -> int | None:
@@ -86,33 +111,52 @@ class Recording:
             self.executions[name] = Execution(name, Forest(name))
         return self.executions[name]
 
+    def take(self, record: Record, offset: int = -1, on_call: OnCall | None = None) -> None:
+        match record:
+            case Call():
+                self._take_call(record, offset, on_call)
+            case RunHeader() | Note(exec=None):
+                self.loose.append(record)
+            case Note():
+                self.execution(str(record.exec)).others.append(record)
+            case _:
+                self.execution(record.exec).others.append(record)
 
-def load(
-    source: Source,
-    *,
-    on_call: Callable[[Call], None] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
-) -> Recording:
+    def _take_call(self, call: Call, offset: int, on_call: OnCall | None) -> None:
+        execution = self.execution(call.exec)
+        if not len(execution.forest):
+            execution.blocks = self.blocks if call.level == "text" else None
+        if call.level != execution.level:
+            self.mixed.append((call.exec, call.call))
+            return
+        if on_call is not None:
+            on_call(call)
+        try:
+            if execution.forest.insert(call):
+                execution.offsets[call.call] = offset
+        except ConflictingCall:
+            self.conflicts.append((call.exec, call.call, offset))
+
+
+def load(source: Source, *, on_call: OnCall | None = None, on_bytes: OnBytes | None = None) -> Recording:
     """Read it all. `on_call` sees each call with its arrays before the forest takes them; `on_bytes`: progress."""
     recording = Recording()
-    for name, part in _parts(source):
-        reader = RunReader(part)
-        recording.reports[name] = reader.report
-        for located in reader.records():
-            _take(recording, located.record, located.offset, on_call)
-            if on_bytes is not None:
-                on_bytes(recording.size + located.end)
-        recording.conflicts.extend(reader.report.conflicts)
-        recording.size += reader.offset
+    with _parts(source) as parts:
+        for name, part in parts:
+            for located in _records(recording, name, part):
+                recording.take(located.record, located.offset, on_call)
+                if on_bytes is not None:
+                    on_bytes(recording.size + located.end)
+            _close(recording, name, part)
     for execution in recording.executions.values():
-        _relabel(execution)
+        relabel(execution)
     return recording
 
 
 def files_of(source: str | Path) -> list[Path]:
-    """The run files behind a path: itself, or every *.jsonl of a folder by name."""
+    """The run files behind a path: itself, or every *.jsonl and *.gtr of a folder by name."""
     path = Path(source)
-    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return sorted([*path.glob("*.jsonl"), *path.glob("*.gtr")]) if path.is_dir() else [path]
 
 
 def whole_call(forest: Forest, mark: Mark) -> Call:
@@ -122,31 +166,7 @@ def whole_call(forest: Forest, mark: Mark) -> Call:
     return dataclasses.replace(mark.call, prompt_ids=prompt, completion_ids=completion, logprobs=mark.logprobs)
 
 
-def write_slim(recording: Recording, out: str | Path) -> int:
-    """Write it in delta form, execution by execution, calls by start time; equal sets, equal bytes. Returns size."""
-    path = Path(out)
-    part = path.with_name(path.name + ".part")
-    writer, size = CallWriter(), 0
-    with part.open("wb") as file:
-        for record in recording.loose:
-            size += file.write(encode(record))
-        for name in sorted(recording.executions):
-            for line in _lines(recording.executions[name], writer):
-                size += file.write(line)
-    part.replace(path)
-    return size
-
-
-def _lines(execution: Execution, writer: CallWriter) -> Iterator[bytes]:
-    closing = (Reward, ExecEnd)
-    yield from (encode(r) for r in execution.others if not isinstance(r, closing))
-    for call, base, keep in execution.calls():
-        yield writer.call(call, base=base, keep=keep)
-    yield from (encode(r) for r in execution.others if isinstance(r, closing))
-    writer.forget(execution.id)
-
-
-def _relabel(execution: Execution) -> None:
+def relabel(execution: Execution) -> None:
     """proxyd learns from later calls what an earlier one was (a compaction, a side call) and says so in a note."""
     for note in execution.others:
         if isinstance(note, Note) and note.text == "relabel" and str(note.extra.get("call")) in execution.forest:
@@ -155,26 +175,251 @@ def _relabel(execution: Execution) -> None:
             mark.call = dataclasses.replace(mark.call, purpose=purpose, label=label)
 
 
-def _parts(source: Source) -> list[tuple[str, Source]]:
+# ---- one execution at a time ---------------------------------------------------------------------------------------
+
+
+class Stream:
+    """The executions of a log by name, each let go before the next where there are many.
+
+    Memory: one execution (or `at_once` small ones) and 24 bytes per line. `recording` is complete, but for its
+    executions, when the iterator ends.
+    """
+
+    def __init__(self, source: Source, *, on_bytes: OnBytes | None = None, at_once: int = AT_ONCE) -> None:
+        self.recording = Recording()
+        self._source, self._on_bytes, self._at_once = source, on_bytes, at_once
+
+    def executions(self) -> Iterator[Execution]:
+        with _parts(self._source) as parts:
+            if self._load(parts):
+                for name in sorted(self.recording.executions):
+                    relabel(self.recording.executions[name])
+                    yield self.recording.executions[name]
+            else:
+                self.recording = Recording()
+                yield from self._one_at_a_time(parts)
+
+    def _load(self, parts: list[tuple[str, Path | BinaryIO]]) -> bool:
+        """Everything, unless there are too many executions in files that can be read again by line."""
+        again = all(_is_lines(part) for _, part in parts)
+        for name, part in parts:
+            for located in _records(self.recording, name, part):
+                self.recording.take(located.record, located.offset)
+                if self._on_bytes is not None:
+                    self._on_bytes(self.recording.size + located.end)
+                if again and len(self.recording.executions) > self._at_once:
+                    return False
+            _close(self.recording, name, part)
+        return True
+
+    def _one_at_a_time(self, parts: list[tuple[str, Path | BinaryIO]]) -> Iterator[Execution]:
+        with ExitStack() as stack:
+            files = [stack.enter_context(p.open("rb")) if isinstance(p, Path) else p for _, p in parts]
+            places = _Places()
+            readers = []
+            for number, file in enumerate(files):
+                reader = RunReader(file, blocks=self.recording.blocks)
+                places.scan(number, file, reader, self.recording)
+                readers.append(reader)
+                self.recording.reports[parts[number][0]] = reader.report
+                if self._on_bytes is not None:
+                    self._on_bytes(self.recording.size)
+            for name in sorted(places.lines):
+                yield self._execution(name, places.lines.pop(name), files, readers)
+
+    def _execution(self, name: str, lines: array[int], files: list[BinaryIO], readers: list[RunReader]) -> Execution:
+        made = Recording(blocks=self.recording.blocks)
+        for number, start, end in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+            file, reader = files[number], readers[number]
+            file.seek(start)
+            for located in reader.one(file.read(end - start), start):
+                made.take(located.record, located.offset)
+        for reader in readers:
+            reader.forget(name)
+        self.recording.conflicts.extend(made.conflicts)
+        self.recording.mixed.extend(made.mixed)
+        execution = made.execution(name)
+        relabel(execution)
+        return execution
+
+
+@dataclass
+class _Places:
+    """Where the lines of each execution lie: (file, start, end) after one another."""
+
+    lines: dict[str, array[int]] = field(default_factory=dict)
+
+    def scan(self, number: int, file: BinaryIO, reader: RunReader, recording: Recording) -> None:
+        """One pass over a file. Lines without a plain head are read as a whole to find whose they are."""
+        file.seek(0)
+        at = 0
+        for line, ended in split_lines(file):
+            end = at + len(line) + ended
+            found = _HEAD.match(line)
+            plain = found is not None and (ended or line.endswith(b"}")) and line.find(_RECORD, 1) < 0
+            if plain and found is not None:
+                self._add(found[1].decode(errors="replace"), number, at, at + len(line))
+            else:
+                self._odd(number, at, line, ended, reader, recording)
+            at = end
+        recording.size += at
+
+    def _odd(self, number: int, at: int, line: bytes, ended: bool, reader: RunReader, recording: Recording) -> None:
+        look = RunReader(io.BytesIO(line + (b"\n" if ended else b"")), blocks=recording.blocks)
+        owners = set()
+        for located in look.records():
+            name = getattr(located.record, "exec", None)
+            if isinstance(name, str):
+                owners.add(name)
+            else:
+                recording.take(located.record, at)
+        orphan = [re.search(rb'"exec"\s*:\s*"([^"\\]+)"', line)] if look.report.bad and not owners else []
+        owners |= {m[1].decode(errors="replace") for m in orphan if m and b'"base"' in line}
+        for name in owners:
+            self._add(name, number, at, at + len(line))
+        if not owners:
+            reader.report.bad.extend(dataclasses.replace(b, offset=at, end=at + len(line)) for b in look.report.bad)
+            reader.report.unknown_kinds.update(look.report.unknown_kinds)
+            if look.report.torn:
+                reader.report.torn = (at, len(line))
+
+    def _add(self, name: str, number: int, start: int, end: int) -> None:
+        self.lines.setdefault(name, array("q")).extend((number, start, end))
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _parts(source: Source) -> Iterator[list[tuple[str, Path | BinaryIO]]]:
+    """Named files. A stream that can't be read twice goes to a temporary file first."""
     if isinstance(source, (str, Path)):
-        return [(path.name, path) for path in files_of(source)]
-    return [("-", source)]
+        yield [(path.name, path) for path in files_of(source)]
+        return
+    if _seekable(source):
+        yield [("-", source)]
+        return
+    with tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+        copy.seek(0)
+        yield [("-", copy)]
 
 
-def _take(recording: Recording, record: Record, offset: int, on_call: Callable[[Call], None] | None) -> None:
-    match record:
-        case Call():
-            if on_call is not None:
-                on_call(record)
-            execution = recording.execution(record.exec)
-            try:
-                if execution.forest.insert(record):
-                    execution.offsets[record.call] = offset
-            except ConflictingCall:
-                recording.conflicts.append((record.exec, record.call, offset))
-        case RunHeader() | Note(exec=None):
-            recording.loose.append(record)
-        case Note():
-            recording.execution(str(record.exec)).others.append(record)
-        case _:
-            recording.execution(record.exec).others.append(record)
+def _seekable(source: BinaryIO) -> bool:
+    try:
+        return source.seekable()
+    except AttributeError:
+        return False
+
+
+@contextmanager
+def _open(part: Path | BinaryIO) -> Iterator[BinaryIO]:
+    if isinstance(part, Path):
+        with part.open("rb", buffering=0) as file:
+            yield file
+    else:
+        part.seek(0)
+        yield part
+
+
+def _is_lines(part: Path | BinaryIO) -> bool:
+    with _open(part) as file:
+        return file.read(1 << 12).lstrip(b"\xef\xbb\xbf\x00\r\n\t ").startswith(_RECORD)
+
+
+def _records(recording: Recording, name: str, part: Path | BinaryIO) -> Iterator[Located]:
+    """The records of one file of whatever format; what damaged it goes to `recording.reports`."""
+    from trajtools.readers import recognise  # late: most logs are run files
+
+    if isinstance(part, Path) and not part.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(part))
+    with _open(part) as file:
+        head = file.read(len(MAGIC))
+    if head == MAGIC:
+        yield from _binary(recording, name, part)
+        return
+    if not _is_lines(part):
+        with _open(part) as file:
+            recording.format, records = recognise(
+                file, name, recording.blocks, part if isinstance(part, Path) else None
+            )
+        if recording.format != "gyre.run":
+            recording.reports[name] = ReadReport()
+            recording.loose.append(RunHeader(run=Path(name).stem, writer=f"trajtools from {recording.format}"))
+            yield from (Located(-1, -1, record) for record in records)
+            return
+    reader = RunReader(part, blocks=recording.blocks)
+    recording.reports[name] = reader.report
+    if not isinstance(part, Path):
+        part.seek(0)
+    yield from reader.records()
+
+
+def _binary(recording: Recording, name: str, part: Path | BinaryIO) -> Iterator[Located]:
+    reader = RunReader(part, blocks=recording.blocks)
+    recording.reports[name] = reader.report
+    if not isinstance(part, Path):
+        part.seek(0)
+    frames = FrameReader(part)
+    yield from reader.objects(frames.objects())
+    reader.report.torn = frames.torn
+
+
+def _close(recording: Recording, name: str, part: Path | BinaryIO) -> None:
+    recording.conflicts.extend(recording.reports[name].conflicts)
+    with _open(part) as file:
+        recording.size += file.seek(0, 2)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+class SlimWriter:
+    """Writes executions in delta form, calls by start time; equal sets, equal bytes. Binary if named .gtr."""
+
+    def __init__(self, out: str | Path, blocks: Blocks) -> None:
+        self._path = Path(out)
+        self._part = self._path.with_name(self._path.name + ".part")
+        binary = self._path.suffix == ".gtr"  # its blocks carry checksums: no keyframes needed to bound damage
+        self._writer = CallWriter(blocks=blocks, keyframe_calls=1 << 30 if binary else KEYFRAME_CALLS)
+        self._file = self._part.open("wb")
+        self._frames = FrameWriter(self._file) if binary else None
+        self._size = 0
+
+    def _put(self, obj: dict[str, object]) -> None:
+        if self._frames is not None:
+            self._frames.write(obj)
+        else:
+            self._size += self._file.write(to_line(obj))
+
+    def loose(self, records: list[Record]) -> None:
+        for record in records:
+            self._put(to_object(record))
+
+    def execution(self, execution: Execution, analysis: Analysis | None = None) -> None:
+        closing = (Reward, ExecEnd)
+        for record in execution.others:
+            if not isinstance(record, closing):
+                self._put(to_object(record))
+        for call, base, keep in execution.calls(analysis):
+            self._put(self._writer.object(call, base=base, keep=keep))
+        for record in execution.others:
+            if isinstance(record, closing):
+                self._put(to_object(record))
+        self._writer.forget(execution.id)
+
+    def close(self) -> int:
+        """Into place. Returns the size."""
+        size = self._frames.close() if self._frames is not None else self._size
+        self._file.close()
+        self._part.replace(self._path)
+        return size
+
+
+def write_slim(recording: Recording, out: str | Path) -> int:
+    """The whole of it; see `SlimWriter`. Returns the size."""
+    writer = SlimWriter(out, recording.blocks)
+    writer.loose(recording.loose)
+    for name in sorted(recording.executions):
+        writer.execution(recording.executions[name])
+    return writer.close()

@@ -244,7 +244,7 @@ def test_converting_a_run_file_makes_it_slim_and_keeps_it_the_same(tmp_path):
     assert digests(tmp_path / "in") == digests(tmp_path / "out")
 
 
-@pytest.mark.parametrize("text", ["", "hello", "[]", '{"messages": []}', "3"])
+@pytest.mark.parametrize("text", ["", "hello", "[]", '{"letters": []}', "3"])
 def test_an_unknown_format_is_refused_with_what_was_seen(text, tmp_path):
     (tmp_path / "in").write_text(text)
     with pytest.raises(UnknownFormat, match="nemo-gym"):

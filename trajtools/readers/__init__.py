@@ -1,103 +1,92 @@
-"""Other tools' token-level records as run files.
+"""Other tools' records as records of a run file: token level where ids exist, else text level, never invented ids.
 
-Owns recognising a format and the honest translation: ids and logprobs are copied, never invented; what has none is left
-out and counted. Formats: gyre.run/1 itself (made slim), NeMo-Gym rollouts (.jsonl), NeMo-RL message logs (.json).
+Owns recognising a format by its first object. What a reader has to leave out it counts in a note. docs/trajtools.md has
+the table of formats and what each one can't tell.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
-from gyre_base.runfile import Call, Note, Record, RunHeader
-from trajtools.load import Recording, load, write_slim
-from trajtools.readers import nemo
+from gyre_base.runblocks import Blocks
+from gyre_base.runfile import Note, Record
 
-FORMATS = ("gyre.run", "nemo-gym", "nemo-rl")
+FORMATS = (
+    "gyre.run", "claude-code", "codex", "chat-log", "swe-agent", "mini-swe-agent", "openhands", "nemo-gym", "nemo-rl",
+    "verifiers", "atif",
+)  # fmt: skip
+_MAX_WHOLE = 1 << 31
 
 
 class UnknownFormat(ValueError):
-    """Not a record that we can read at token level; the text says what was seen."""
+    """Not a record that we can read; the text says what was seen."""
 
 
-@dataclass(frozen=True)
-class Converted:
-    """What a conversion wrote, and what it had to leave out by reason."""
-
-    format: str
-    executions: int
-    calls: int
-    sampled: int
-    left_out: dict[str, int]
-    out: str
-    size: int
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def lines(self) -> list[str]:
-        """For a person; the first line says it all."""
-        first = (
-            f"{self.format}: {self.executions:,} executions, {self.calls:,} calls, {self.sampled:,} sampled tokens "
-            f"written to {self.out} ({self.size:,} bytes)"
-        )
-        return [first, *(f"  left out: {n:,} {why}" for why, n in self.left_out.items())]
-
-
-def convert(path: str | Path, out: str | Path) -> Converted:
-    """Write the file at `path` as a gyre.run/1 file at `out`. Raises UnknownFormat; the input is never changed."""
-    source = Path(path)
-    name, records = recognise(source)
-    recording = load(source) if name == "gyre.run" else _gather(name, source, records)
-    left_out = Counter({"lines that are no record": sum(len(r.bad) for r in recording.reports.values())})
-    for record in [*recording.loose, *(r for e in recording.executions.values() for r in e.others)]:
-        if isinstance(record, Note):
-            left_out.update(record.extra.get("left_out", {}))
-    return Converted(
-        format=name,
-        executions=len(recording.executions),
-        calls=sum(len(e.forest) for e in recording.executions.values()),
-        sampled=sum(e.forest.sampled_tokens for e in recording.executions.values()),
-        left_out={why: n for why, n in left_out.items() if n},
-        out=str(out),
-        size=write_slim(recording, out),
-    )
-
-
-def recognise(path: Path) -> tuple[str, Iterator[Record]]:
-    """(format, its records) of a file, by its first object."""
-    with path.open("rb") as file:
-        head = file.readline()
-    first = _parsed(head)
+def recognise(file: BinaryIO, name: str, blocks: Blocks, path: Path | None) -> tuple[str, Iterator[Record]]:
+    """(format, its records) of an open file; ("gyre.run", nothing) if it is one of ours. Raises UnknownFormat."""
+    data = file.read(_MAX_WHOLE).lstrip(b"\xef\xbb\xbf")
+    if not data.strip():
+        return "gyre.run", iter(())
+    whole = _parsed(data)
+    objects = [_parsed(line) for line in data.splitlines() if line.strip()] if whole is None else [whole]
+    first = next((o for o in objects if isinstance(o, dict)), None)
     if isinstance(first, dict) and isinstance(first.get("k"), str):
         return "gyre.run", iter(())
-    if nemo.is_gym(first):
-        return "nemo-gym", nemo.gym_records(path)
-    whole = first if first is not None else _parsed(path.read_bytes())
-    if (rollouts := nemo.rl_rollouts(whole)) is not None:
-        return "nemo-rl", nemo.rl_records(rollouts)
-    seen = type(whole).__name__ if whole is not None else "something that is not JSON"
-    keys = f" with the keys {', '.join(sorted(map(str, whole))[:8])}" if isinstance(whole, dict) else ""
-    raise UnknownFormat(f"{path.name} holds {seen}{keys}; token-level formats read here: {', '.join(FORMATS)}")
+    for form, make in _readers(objects, first, whole, name, blocks, path):
+        return form, _with_bad_lines(make, objects if whole is None else [])
+    raise UnknownFormat(f"{name}: {_seen(data, whole, first)}; formats read here: {', '.join(FORMATS)}")
 
 
-def _gather(name: str, source: Path, records: Iterator[Record]) -> Recording:
-    recording = Recording(loose=[RunHeader(run=source.stem, writer=f"trajtools convert {name}")])
-    for record in records:
-        execution = getattr(record, "exec", None)
-        if isinstance(record, Call):
-            recording.execution(record.exec).forest.insert(record)
-        elif execution is None:
-            recording.loose.append(record)
-        else:
-            recording.execution(execution).others.append(record)
-    return recording
+def _readers(
+    objects: list[Any], first: Any, whole: Any, name: str, blocks: Blocks, path: Path | None
+) -> Iterator[tuple[str, Callable[[], Iterator[Record]]]]:
+    """The formats that fit, surest first."""
+    from trajtools.readers import atif, chatlogs, coding, nemo, scaffolds
+
+    rows = whole if isinstance(whole, list) else objects
+    row = next((r for r in rows if isinstance(r, dict)), None)
+    if row is not None and atif.is_atif(row):
+        yield "atif", lambda: atif.records(rows, name, blocks, path)
+    if nemo.is_gym(row):
+        yield "nemo-gym", lambda: nemo.gym_records(rows)
+    if whole is not None and (rollouts := nemo.rl_rollouts(whole)) is not None:
+        yield "nemo-rl", lambda: nemo.rl_records(rollouts)
+    if scaffolds.is_sweagent(whole):
+        yield "swe-agent", lambda: scaffolds.sweagent_records(whole, name, blocks)
+    runs = [whole] if isinstance(whole, list) else objects
+    if any(scaffolds.openhands_history(run) is not None for run in runs):
+        yield "openhands", lambda: scaffolds.openhands_records(runs, name, blocks)
+    if row is None:
+        return
+    if coding.is_codex(row):
+        yield "codex", lambda: coding.codex_records(rows, name, blocks)
+    if any(coding.is_claude(r) for r in rows[:20] if isinstance(r, dict)):
+        yield "claude-code", lambda: coding.claude_records(rows, name, blocks, path)
+    if chatlogs.is_verifiers(row):
+        yield "verifiers", lambda: chatlogs.verifiers_records(rows, name, blocks)
+    if scaffolds.is_mini(whole):
+        yield "mini-swe-agent", lambda: scaffolds.mini_records(whole, name, blocks)
+    if chatlogs.is_chat_log(row):
+        yield "chat-log", lambda: chatlogs.chat_log_records(rows, name, blocks)
+
+
+def _with_bad_lines(make: Callable[[], Iterator[Record]], objects: list[Any]) -> Iterator[Record]:
+    bad = sum(o is None for o in objects)
+    yield from make()
+    if bad:
+        yield Note(text=f"{bad} lines were not JSON", extra={"left_out": {"lines that are not JSON": bad}})
+
+
+def _seen(data: bytes, whole: Any, first: Any) -> str:
+    if isinstance(first, dict):
+        return f"an object with the keys {', '.join(sorted(map(str, first))[:8])}, which no reader knows"
+    if whole is not None:
+        return f"JSON of the type {type(whole).__name__}"
+    return f"not JSON: begins with {data[:24]!r}"
 
 
 def _parsed(text: bytes) -> Any:

@@ -7,11 +7,9 @@ left out (counted in a note), not patched together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from gyre_base.runfile import Call, ExecEnd, ExecStart, Ids, Logprobs, Note, Record, Reward, Sampling
 
@@ -26,19 +24,14 @@ def is_gym(first: Any) -> bool:
     return isinstance(first, dict) and "responses_create_params" in first and isinstance(first.get("response"), dict)
 
 
-def gym_records(path: Path) -> Iterator[Record]:
+def gym_records(rollouts: Sequence[Any]) -> Iterator[Record]:
     """Records of every rollout; lines that are none are counted in a note."""
     bad = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            try:
-                rollout = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                rollout = None
-            if is_gym(rollout):
-                yield from _gym_rollout(rollout, number)
-            elif line.strip():
-                bad += 1
+    for number, rollout in enumerate(rollouts):
+        if is_gym(rollout):
+            yield from _gym_rollout(rollout, number)
+        elif rollout is not None:
+            bad += 1
     if bad:
         yield Note(text=f"{bad} lines were no rollout", extra={"left_out": {BAD_LINES: bad}})
 

@@ -1,0 +1,100 @@
+"""`repair`: a damaged run file without its damage, and a side file of what was taken out. The input is never changed.
+
+Good lines are copied byte for byte. Taken out: lines that are no record, torn prefixes glued to a whole record, orphans
+whose base is lost, a torn tail. A last whole line without its newline gets one.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gyre_base.runfile import RunReader
+
+
+@dataclass(frozen=True)
+class Mended:
+    """What a repair did."""
+
+    records: int
+    recovered: int
+    taken: int
+    bytes_taken: int
+    out: str
+    side: str | None
+
+    @property
+    def ok(self) -> bool:
+        return not self.taken
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        if not self.taken:
+            return [f"nothing to repair: {self.records:,} records written to {self.out}"]
+        return [
+            f"{self.records:,} records written to {self.out} ({self.recovered:,} found behind a torn one); "
+            f"{self.taken:,} pieces ({self.bytes_taken:,} bytes) taken out, see {self.side}"
+        ]
+
+
+def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
+    """Write `out`, and `side` (default: out + ".taken.jsonl") if anything was taken."""
+    reader = RunReader(source)
+    at = {located.offset: located.end for located in reader.records()}
+    report = reader.report
+    cuts = [(b.offset, min([o for o in at if b.offset < o < b.end] or [b.end]), b.reason) for b in report.bad]
+    if report.torn is not None:
+        start, size = report.torn
+        cuts.append((start, start + size, "the last line is torn"))
+    side = side or out.with_name(out.name + ".taken.jsonl")
+    part = out.with_name(out.name + ".part")
+    with source.open("rb") as given, part.open("wb") as made:
+        size = given.seek(0, 2)
+        place, last = 0, b"\n"
+        for start, end in [*((a, b) for a, b, _ in sorted(cuts)), (size, size)]:
+            last = _copy(given, made, place, start) or last
+            place = max(place, end)
+        if last != b"\n":
+            made.write(b"\n")
+        if cuts:
+            _write_side(given, side, cuts)
+    part.replace(out)
+    return Mended(
+        records=sum(report.records.values()),
+        recovered=report.recovered,
+        taken=len(cuts),
+        bytes_taken=sum(b - a for a, b, _ in cuts),
+        out=str(out),
+        side=str(side) if cuts else None,
+    )
+
+
+def _copy(given: Any, made: Any, start: int, end: int) -> bytes:
+    """Copy bytes [start, end); returns the last one."""
+    given.seek(start)
+    last = b""
+    while start < end and (block := given.read(min(1 << 20, end - start))):
+        made.write(block)
+        start, last = start + len(block), block[-1:]
+    return last
+
+
+def _write_side(given: Any, side: Path, cuts: list[tuple[int, int, str]]) -> None:
+    """One object per piece: where it was, why it is not in the file, and its bytes."""
+    with side.open("wb") as file:
+        for start, end, reason in sorted(cuts):
+            given.seek(start)
+            data = given.read(end - start)
+            row: dict[str, Any] = {"offset": start, "bytes": end - start, "reason": reason}
+            try:
+                row["text"] = data.decode()
+            except UnicodeDecodeError:
+                row["base64"] = base64.b64encode(data).decode()
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))

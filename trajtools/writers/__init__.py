@@ -1,0 +1,1 @@
+"""Other forms of a recording: ATIF documents, Arrow and Parquet tables."""
