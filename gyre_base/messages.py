@@ -380,6 +380,14 @@ class MicroStepComputed:
     life: int
 
 
+@message("step.returned")
+class LeaseReturned:
+    """rank -> trajd: stopped with a claim in doubt; a lease that came of it is free, the sum stands. Again; `done`."""
+
+    cell: str
+    life: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contribution:
     """Which cell holds the gradient sum of which micro-steps."""

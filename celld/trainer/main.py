@@ -9,19 +9,22 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import warnings
 from typing import TYPE_CHECKING
 
 from gyre_base import config as configuration
-from gyre_base.bus import Server
+from gyre_base import messages as m
+from gyre_base.bus import Client, NoAnswer, Server
 from gyre_base.daemon import die_with_parent, log_to, run_main, stop_on_signals
-from gyre_base.keys import load_keys
+from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir
 
 if TYPE_CHECKING:
     from celld.trainer.rank import Rank
 
 log = logging.getLogger(__name__)
+INTRODUCE_S = 2.0  # a trajd that does not answer hears of this life again when the rank is up
 LEAVE_S = 6.0  # how long a stop waits for the micro-step in hand; celld kills after 10 s
 
 
@@ -37,6 +40,11 @@ async def run_rank(run_dir: str, cell: str, core: bool, rank: int = 0) -> None:
 
 
 async def _run(run: RunDir, cell: str, core: bool, number: int) -> None:
+    stopping = asyncio.Event()
+    stop_on_signals(stopping)
+    keys, life = load_keys(run), run.next_life(f"rank-{cell}")
+    if life > 1:
+        await introduce(run, keys, cell, life)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # what it does without Apex and TransformerEngine
     import torch  # late: `--help` and a refused start stay quick
 
@@ -45,14 +53,11 @@ async def _run(run: RunDir, cell: str, core: bool, number: int) -> None:
     from celld.trainer.rank import Rank, RankError
     from celld.trainer.service import RankService
 
-    stopping = asyncio.Event()
-    stop_on_signals(stopping)
     config = configuration.from_json(run.path("run.json").read_text())
     if core != (cell == "c0"):
         raise RankError("c0 is the core, every other cell a satellite: the cells' order is fixed")
     torch.set_num_threads(config.trainer.threads)
     cpu.start_parallel()
-    keys, life = load_keys(run), run.next_life(f"rank-{cell}")
     rank = Rank(config, run, keys, cell=cell, core=core, life=life)
     await rank.build(read_config(config.model.path))
     server = Server(run, keys, kind="rank", name=f"rank-{cell}", life=life, bind=config.cluster.bind)
@@ -73,6 +78,14 @@ async def _run(run: RunDir, cell: str, core: bool, number: int) -> None:
         await service.leave()
         rank.close()
         server.close()
+
+
+async def introduce(run: RunDir, keys: Keys, cell: str, life: int) -> None:
+    """Before the slow imports: what an earlier life held is free at once, not only when the network is built."""
+    trajd = Client(run, keys, "trajd")
+    with contextlib.suppress(NoAnswer):
+        await trajd.ask(m.Hello(kind="rank", name=cell, life=life, pid=os.getpid()), timeout_s=INTRODUCE_S)
+    trajd.close()
 
 
 async def _finish(rank: Rank) -> None:

@@ -70,6 +70,7 @@ class Rank:
         self.applied: tuple[str, ...] = ()  # micro-steps since the last checkpoint
         self.saved = ("", "")  # version and path of the checkpoint that holds the present weights
         self.batch_began: float | None = None
+        self.may_hold = False  # trajd may think that we hold a lease
         self.progress = 0  # micro-steps committed in this life
         self.may_claim = asyncio.Event()
         self.busy = asyncio.Lock()  # one round of `work`; a stop waits for it
@@ -133,11 +134,13 @@ class Rank:
         """One claim and what follows from its answer. Returns how long to wait before the next."""
         if self.version is None:
             return await self.pull_weights()
+        self.may_hold = True
         try:
             answer = await self.trajd.ask(self.claim(), timeout_s=CLAIM_S)
         except NoAnswer as error:
             log.warning("%s", error)
             return AGAIN_S
+        self.may_hold = isinstance(answer, m.MicroStepLease)
         match answer:
             case m.MicroStepLease():
                 return await self.train(answer)
@@ -174,7 +177,9 @@ class Rank:
         computed = await self.in_thread(lambda: self.compute(MicroStep.from_wire(lease.layout, lease.payload)))
         word = m.MicroStepComputed(batch=lease.batch, id=lease.id, cell=self.cell, life=self.life)
         async with self.committing:
-            if why := await self.tell(self.trajd, word, may_refuse=True):
+            why = await self.tell(self.trajd, word, may_refuse=True)
+            self.may_hold = False
+            if why:
                 return self.drop_sum(why)
             self.sum.add([lease.id], computed)
         self.progress += 1

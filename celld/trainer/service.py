@@ -65,13 +65,20 @@ class RankService:
                 if self._is_new(epoch):
                     rank.may_claim.clear()
                     async with rank.busy:
-                        pass
+                        self._return_lease()
                 return self._state()
             case m.SaveCheckpoint() if rank.core:
                 return await self._save()
             case m.StatusRequest():
                 return m.StatusReply(rows=(self._row(),))
         return m.Refused(why=f"rank-{rank.cell} does not answer {getattr(message, 'TAG', message)!r}")
+
+    def _return_lease(self) -> None:
+        """A stopped rank claims no more, so a lease whose answer was lost would hold up its batch."""
+        rank = self._rank
+        if rank.may_hold:
+            rank.may_hold = False
+            self.spawn(self._tell_trajd(m.LeaseReturned(cell=rank.cell, life=rank.life)))
 
     def _is_new(self, epoch: int) -> bool:
         """An order of the same epoch is a repeat and harmless; an older one is late and void."""

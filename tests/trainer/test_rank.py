@@ -124,6 +124,28 @@ async def test_a_stop_is_answered_only_when_no_micro_step_is_in_hand(make_rank):
     work.cancel()
 
 
+async def returned(rank: Rank, service: RankService) -> list[m.LeaseReturned]:
+    """What a stop tells trajd of a lease."""
+    rank.may_claim.set()
+    await service.reply(m.StopTraining(epoch=9))
+    await asyncio.sleep(0.05)
+    return [word for word in rank.trajd.asked if isinstance(word, m.LeaseReturned)]
+
+
+async def test_a_rank_that_stops_after_a_claim_without_an_answer_gives_the_lease_back_again_until_heard(make_rank):
+    rank = make_rank(trajd=Script(NoAnswer("dead"), NoAnswer("dead"), m.Done()))
+    await rank.round()
+    assert await returned(rank, RankService(rank, server=None)) == [m.LeaseReturned(cell="c1", life=1)] * 2
+
+
+@pytest.mark.parametrize("base", ["0.2", "0.1"])
+async def test_a_rank_that_stops_returns_a_lease_only_if_it_was_not_computed(make_rank, base):
+    rank = make_rank(trajd=Script(lease("s0", base=base)))
+    await rank.round()
+    given_back = await returned(rank, RankService(rank, server=None))
+    assert given_back == ([] if base == "0.2" else [m.LeaseReturned(cell="c1", life=1)])
+
+
 def complete(*parts: m.Contribution) -> m.BatchComplete:
     return m.BatchComplete(batch=7, base_version="0.2", executions=2, contributions=parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -183,3 +184,24 @@ async def test_a_lost_satellite_gives_back_its_lease_and_trajd_leaves_cleanly(se
     assert {row.get("cell") for row in await setting.trajd.rows()} == {None, "c0"}
     assert await setting.trajd.stop() == 0
     assert setting.run.endpoint("trajd") is None
+
+
+async def test_a_new_life_whose_hello_was_lost_is_asked_for_it_at_its_first_heartbeat(setting: Setting):
+    core, satellite = setting.ranks.values()
+    await start_core(setting)
+    await setting.close_groups("g0", "g1")
+    await satellite.client.send(m.Hello(kind="rank", name="c1", life=1, pid=1))
+    await satellite.claim()
+    held = satellite.lease
+    assert held is not None
+
+    reborn = setting.rank("c1", life=2)
+    await reborn.client.send(m.Heartbeat(kind="rank", name="c1", life=2))
+    async with asyncio.timeout(20.0):
+        assert isinstance(await reborn.client.inbox.get(), m.Welcome)
+    await reborn.client.send(m.Hello(kind="rank", name="c1", life=2, pid=2))
+    await reborn.client.send(m.Heartbeat(kind="rank", name="c1", life=2))
+    reborn.client.close()
+
+    await core.work()
+    assert held.id in core.steps  # without waiting for the claim of the new life

@@ -8,6 +8,7 @@ from gyre_base.messages import (
     BatchComplete,
     Contribution,
     Done,
+    LeaseReturned,
     MicroStepLease,
     NoMicroStep,
     Refused,
@@ -269,3 +270,22 @@ def test_tokens_trained_twice_are_found_in_the_ranges():
     assert (ranges.tokens, ranges.twice) == (30, 0)
     ranges.add([("e", "c", 5, 25), ("e", "c", 10, 20)])
     assert (ranges.tokens, ranges.twice) == (60, 20)
+
+
+def test_a_lease_that_its_holder_never_learnt_of_is_free_when_it_says_so_and_its_sum_stands():
+    book = ledger("g0", size=1)
+    book.claim(claim("c1"))
+    book.compute(computed("c1", "g0.0"))
+    assert book.claim(claim("c1", ("g0.0",))) == lease("g0.1")  # the answer is lost, then the rank is told to stop
+    assert isinstance(book.claim(claim("c0")), NoMicroStep)
+    assert book.return_lease(LeaseReturned(cell="c1", life=1)) == Done()
+    assert book.claim(claim("c0")) == lease("g0.1")
+    assert book.computed == {"g0.0": Holder("c1", 1)}
+
+
+def test_a_lease_is_not_returned_by_the_late_word_of_an_older_life():
+    book = ledger("g0", size=1)
+    book.claim(claim("c1", life=2))
+    assert book.return_lease(LeaseReturned(cell="c1", life=1)) == Done()
+    assert book.leased == {"g0.0": Holder("c1", 2)}
+    assert book.knows(Holder("c1", 2)) and not book.knows(Holder("c1", 3))

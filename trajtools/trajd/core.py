@@ -18,6 +18,7 @@ from gyre_base.messages import (
     GroupClosed,
     GroupPacked,
     Hello,
+    LeaseReturned,
     MicroStepComputed,
 )
 from trajtools.trajd.events import Free, Holder, LedgerFrom, Pack, Packed, Reported, Restarted
@@ -49,6 +50,8 @@ class TrajdCore:
                 return [Answer(ledger.claim(event))]
             case MicroStepComputed():
                 return [Answer(ledger.compute(event))]
+            case LeaseReturned():
+                return [Answer(ledger.return_lease(event))]
             case ContributionLost():
                 return [Answer(ledger.lose_contribution(event))]
             case BatchApplied():

@@ -27,13 +27,20 @@ from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
 from trajtools.trajd import view
 from trajtools.trajd.core import TrajdCore
-from trajtools.trajd.events import Free, LedgerFrom, Pack, Packed, Reported, Restarted
+from trajtools.trajd.events import Free, Holder, LedgerFrom, Pack, Packed, Reported, Restarted
 from trajtools.trajd.index import CallIndex
 from trajtools.trajd.packing import PackedGroup, pack_group
 
 log = logging.getLogger(__name__)
 DURABLE = (m.GroupClosed, Packed, m.BatchApplied, m.BatchesRetired, LedgerFrom)
-TO_CORE = (m.ClaimMicroStep, m.MicroStepComputed, m.ContributionLost, m.BatchApplied, m.BatchesRetired)
+TO_CORE = (
+    m.ClaimMicroStep,
+    m.MicroStepComputed,
+    m.LeaseReturned,
+    m.ContributionLost,
+    m.BatchApplied,
+    m.BatchesRetired,
+)
 Asker = tuple[bytes, int]
 
 
@@ -90,8 +97,9 @@ class TrajdShell(Shell):
                 if received.correlation:
                     await self._server.send(received.peer, m.Welcome(life=self._life), received.correlation)
                 await self.decide(message)
-            case m.Heartbeat(kind="rank", name=cell):
-                if cell not in self._seen:  # we are new, or gave it up
+            case m.Heartbeat(kind="rank", name=cell, life=life):
+                known = cell in self._seen and self.core.ledger.knows(Holder(cell, life))
+                if not known:  # we are new, or gave it up, or its hello was lost
                     await self._server.send(received.peer, m.Welcome(life=self._life))
                 self._seen[cell] = self.clock.now()
             case m.Goodbye(kind="rank"):

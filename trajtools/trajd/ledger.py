@@ -21,6 +21,7 @@ from gyre_base.messages import (
     ContributionLost,
     Done,
     GroupClosed,
+    LeaseReturned,
     MicroStepComputed,
     MicroStepLease,
     NoMicroStep,
@@ -222,6 +223,16 @@ class MicroStepLedger:
     def _give_back(self, holder: Holder) -> None:
         for i in [i for held in (self.leased, self.computed) for i, h in held.items() if h == holder]:
             self._drop(i)
+
+    def return_lease(self, returned: LeaseReturned) -> Done:
+        """Its holder stopped and never learnt of it: nobody else would finish the batch."""
+        for i in [i for i, h in self.leased.items() if h == Holder(returned.cell, returned.life)]:
+            self._drop(i)
+        return Done()
+
+    def knows(self, holder: Holder) -> bool:
+        """Whether this is the life of its cell that we have heard of last."""
+        return self._lives.get(holder.cell) == holder.life
 
     def lose(self, cell: str) -> None:
         """A cell is gone, in any life: its lease and its sum go back to the pool."""
