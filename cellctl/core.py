@@ -294,7 +294,7 @@ class Scheduler:
         self.ledger.pack(event.group, event.enough)
         if event.enough:
             self.groups_ready += 1
-        else:
+        elif not self.policy.replaces:
             self.owed_groups += 1
 
     def _count_held(self) -> None:
@@ -378,8 +378,8 @@ class Scheduler:
     def _core_version(self, version: PolicyVersion) -> None:
         """The core's word on the newest weights: it goes back in steps only together with a new lineage."""
         if version.lineage > self.version.lineage:
-            undone = max(0, self.version.step - version.step)
-            self.groups_ready += undone * self.config.scheduler.groups_per_batch
+            undone = self.version.step - version.step  # below 0: steps whose report was lost with an older life
+            self.groups_ready = max(0, self.groups_ready + undone * self.config.scheduler.groups_per_batch)
             self.version = version
             self.burst_end = max(self.burst_end, version.step)
 

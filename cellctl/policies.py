@@ -89,6 +89,7 @@ class Policy(Protocol):
     """One way to share the cells."""
 
     name: str
+    replaces: bool  # its dispatch looks at the pipeline, where a group with too few valid executions is missing already
 
     def groups_to_dispatch(self, view: View) -> int:
         """How many groups go out now; 0 inside a burst."""
@@ -105,6 +106,8 @@ class Policy(Protocol):
 
 class _Bursts:
     """Dispatch at burst boundaries only: then the water level only falls within a burst."""
+
+    replaces = False
 
     def groups_to_dispatch(self, view: View) -> int:
         ahead = max(0, view.look_ahead)
@@ -178,6 +181,7 @@ class Async:
     """Fixed pools: the first cells train for ever, the others serve for ever; look-ahead (one batch) bounds staleness."""
 
     name = "async"
+    replaces = True
 
     def groups_to_dispatch(self, view: View) -> int:
         ahead = view.groups_per_batch if view.look_ahead < 0 else view.look_ahead

@@ -27,7 +27,7 @@ def gather(run: RunDir, config: Config, status: dict[str, Any], results: list[di
         "policy_note": status["policy_note"],
         "seed": config.scheduler.seed,
         "cells": config.cluster.cells,
-        "steps": len(steps),
+        "steps": int(status["step"]),  # a step whose report was lost with a fault is done all the same
         "group_size": config.scheduler.group_size,
         "groups_per_batch": config.scheduler.groups_per_batch,
         "jmax": config.trajectories.jmax,

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellctl.core import Scheduler, Unexpected
+from cellctl.core import Scheduler, Start, Unexpected
 from cellctl.roles import Cell, IllegalTransition
 from gyre_base import messages as m
+from gyre_base.ids import PolicyVersion
 from gyre_base.vocabulary import Role
 from tests.cellctl.world import World
 
@@ -115,3 +116,19 @@ def test_an_illegal_transition_carries_the_story():
 def test_an_event_nobody_expects_is_an_error():
     with pytest.raises(Unexpected):
         Scheduler().handle(m.Welcome(life=1), 0.0)
+
+
+@pytest.mark.parametrize(("heard", "held", "ready"), [(2, 3, 1), (2, 2, 3), (4, 3, 5)])
+def test_a_core_that_returns_says_how_many_steps_it_holds_and_groups_are_counted_by_that(heard, held, ready):
+    core = Scheduler()
+    tree = {"scheduler": {"groups_per_batch": 2}, "evaluation": {"tasks": 0}}
+    core.handle(Start(config=tree, train=("t",), heldout=()), 0.0)
+    core.version, core.groups_ready = PolicyVersion(0, heard), 3
+    core.handle(m.RoleChanged(cell="c0", role=Role.ROLLOUT, epoch=0, version=f"1.{held}", engine_url="u"), 1.0)
+    assert (core.version, core.groups_ready) == (PolicyVersion(1, held), ready)
+
+
+def test_async_replaces_a_group_with_too_few_valid_executions_once():
+    """Seed 8865 dispatched the replacement twice and stepped beyond the end of the run."""
+    world = World(8865, policy="async", cells=2, faults=True, steps_per_burst=2, slots_per_cell=12).run()
+    assert world.core.version.step == 6
