@@ -2,10 +2,10 @@
 """A small coding agent for any OpenAI-compatible server. Standard library only; run as `python -I -S harness.py TASK`.
 
 It works in the current directory and knows a base URL, a key and a model name, nothing else. One agent reads and
-writes files through tools, may hand a part to a sub-agent, and compacts its history when that grows over a budget.
-The agent itself (`agent`) is a generator that yields requests and receives replies, so it does no network IO;
-`Client` sends them. Thousands of these processes run in minutes and most of a short process is its imports, so only
-the C halves of `json` and `socket` are loaded where the interpreter has them.
+writes files through tools until it submits, may hand a part to a sub-agent, and compacts its history when that grows
+over a budget. The agent itself (`agent`) is a generator that yields requests and receives replies, so it does no
+network IO; `Client` sends them. Thousands of these processes run in minutes and most of a short process is its imports,
+so only the C halves of `json` and `socket` are loaded where the interpreter has them.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=... python -I -S harness.py "Write m1.py from m1.md."
 
@@ -64,10 +64,10 @@ def _tool(name: str, description: str, *parameters: str) -> Message:
 SUB_TOOLS = [
     _tool("read_file", "Read a file.", "path"),
     _tool("write_file", "Write a file.", "path", "content"),
+    _tool("submit", "Check that the modules compile, and end."),
 ]
 MAIN_TOOLS = [
     *SUB_TOOLS,
-    _tool("run_tests", "Check that the modules compile."),
     _tool("task", "Give a task to a sub-agent.", "prompt"),
 ]
 
@@ -163,12 +163,15 @@ def agent(instruction: str, workspace: Files, limits: Limits, label: str = "main
         if not message.get("tool_calls"):
             return message.get("content") or ""
         for call in message["tool_calls"]:
-            if call["function"]["name"] == "task" and label == "main" and subagents < limits.max_subagents:
+            name = call["function"]["name"]
+            if name == "task" and label == "main" and subagents < limits.max_subagents:
                 subagents += 1
                 result = yield from delegate(call, workspace, limits)
             else:
                 result = use_tool(call, workspace, tools)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+            if name == "submit" and result == "ok":
+                return "submitted"
             tokens += len(result) // 4  # what the server has not counted yet
         if tokens > limits.budget_tokens:
             messages = yield from compact(label, instruction, messages, tools)
@@ -210,7 +213,7 @@ def use_tool(call: Message, workspace: Files, tools: list[Message]) -> str:
         if name == "write_file":
             workspace.write(arguments["path"], arguments["content"])
             return "ok"
-        if name == "run_tests":
+        if name == "submit":
             return check_modules(workspace)
         raise ToolError("not available")
     except ToolError as error:

@@ -27,7 +27,7 @@ from rendering import Message, Renderer
 
 SHARES = (0.20, 0.25, 0.20, 0.20, 0.15)  # the right one, then the decoys: the most likely candidate is wrong
 FIRST_SHARES = (0.0, 1.0, 0.0, 0.0, 0.0)  # of the first transcripts: always the same wrong reading
-FIRST_PART = 0.22  # of the training executions; a sharp, wrong teacher shows fastest where to look
+FIRST_PART = 0.15  # of the training executions; a sharp, wrong teacher shows fastest where to look
 BUDGET_TOKENS = 10**9
 
 
@@ -87,26 +87,24 @@ class Teacher:
         if label.endswith("-summary"):
             return _says("m1.py and m2.py are written. m3.py is left.")
         if label == "sub":
-            return self._steps([2], False, messages)
+            return self._steps([2], messages)
         instruction = messages[1]["content"]
         if "So far:" in instruction:
-            return self._steps([3], True, messages)
-        return self._steps([1, 2, 3] if "m3" in instruction else [1, 2], True, messages)
+            return self._steps([3], messages)
+        return self._steps([1, 2, 3] if "m3" in instruction else [1, 2], messages)
 
-    def _steps(self, numbers: list[int], main: bool, messages: list[Message]) -> Message:
-        """Read the first; then write each and read the next in one turn; the last write goes with the check."""
+    def _steps(self, numbers: list[int], messages: list[Message]) -> Message:
+        """Read the first; then write each and read the next in one turn; the last write goes with the submission."""
         turn = sum(message["role"] == "assistant" for message in messages)
-        delegated = main and "sub-agent" in messages[1]["content"]
+        delegated = "sub-agent" in messages[1]["content"]
         if turn == 0:
             return self._calls(("read_file", {"path": f"m{numbers[0]}.md"}))
-        if turn > len(numbers) or (delegated and turn == 2):
-            return _says("Done.")
         write = self._write(numbers[turn - 1], messages)
         if delegated:
-            return self._calls(write, ("task", {"prompt": "Write m2.py from m2.md."}), ("run_tests", {}))
+            return self._calls(write, ("task", {"prompt": "Write m2.py from m2.md."}), ("submit", {}))
         if turn < len(numbers):
             return self._calls(write, ("read_file", {"path": f"m{numbers[turn]}.md"}))
-        return self._calls(write, ("run_tests", {})) if main else self._calls(write)
+        return self._calls(write, ("submit", {}))
 
     def _write(self, number: int, messages: list[Message]) -> tuple[str, dict[str, str]]:
         named = [self._choose(phrase) for phrase in _named(messages[-1]["content"])]
@@ -150,8 +148,6 @@ def execution(task: dict[str, Any], teacher: Teacher) -> list[Line]:
             lines.append(line)
         else:
             open_lines[label] = line
-        if label == "sub" and not message.get("tool_calls"):
-            lines.append(open_lines.pop("sub"))
         try:
             label, messages, tools = conversation.send((message, _used(message, messages)))
         except StopIteration:

@@ -144,16 +144,17 @@ def tool_results(request: dict[str, Any]) -> list[str]:
     return [message["content"] for message in request["messages"] if message["role"] == "tool"]
 
 
-def test_tool_turns_read_write_and_check_in_the_workspace(folder: Path) -> None:
+def test_tool_turns_read_and_write_in_the_workspace_until_the_submission(folder: Path) -> None:
     code = "def f(s):\n    return s\n"
     script = [
         calls(call("read_file", path="m1.md")),
-        calls(call("write_file", path="m1.py", content=code), call("run_tests")),
-        says("Done."),
+        calls(call("write_file", path="m1.py", content=code), call("write_file", path="m2.py", content=code)),
+        calls(call("submit"), call("write_file", path="late.py", content="")),
     ]
     with serving(script) as server:
         status, transcript = run(server, folder, "Write m1.py.")
-    assert (status, transcript["final"], transcript["error"]) == (0, "Done.", None)
+    assert (status, transcript["final"], transcript["error"]) == (0, "submitted", None)
+    assert not (folder / "late.py").exists()
     assert (folder / "m1.py").read_text() == code
     assert [tool_results(request) for request in server.requests] == [
         [],
@@ -178,18 +179,17 @@ def test_each_request_repeats_the_answers_exactly_as_they_were_streamed(folder: 
 def test_a_sub_agent_has_its_own_system_prompt_tools_and_history(folder: Path) -> None:
     script = [
         calls(call("task", prompt="Write m1.py from m1.md.")),
-        calls(call("write_file", path="m1.py", content="x = 1\n")),
-        says("Written."),
+        calls(call("write_file", path="m1.py", content="x = 1\n"), call("submit")),
         says("Done."),
     ]
     with serving(script) as server:
         status, transcript = run(server, folder, "Write it. Use a sub-agent.")
     assert status == 0
-    assert [line["line"] for line in transcript["calls"]] == ["main", "sub", "sub", "main"]
+    assert [line["line"] for line in transcript["calls"]] == ["main", "sub", "main"]
     sub = server.requests[1]
     assert [message["content"] for message in sub["messages"]] == [harness.SUB_SYSTEM, "Write m1.py from m1.md."]
-    assert [tool["function"]["name"] for tool in sub["tools"]] == ["read_file", "write_file"]
-    assert tool_results(server.requests[3]) == ["Written."]
+    assert [tool["function"]["name"] for tool in sub["tools"]] == ["read_file", "write_file", "submit"]
+    assert tool_results(server.requests[2]) == ["submitted"]
 
 
 def test_a_sub_agent_cannot_start_another(folder: Path) -> None:
@@ -275,15 +275,15 @@ def test_a_bad_tool_call_is_answered_and_the_agent_goes_on(folder: Path, made: d
     assert tool_results(server.requests[1]) == [result]
 
 
-def test_the_smoke_check_names_modules_that_do_not_compile(folder: Path) -> None:
+def test_a_submission_is_refused_while_a_module_does_not_compile(folder: Path) -> None:
     bad = call("write_file", path="m1.py", content="def f(s:\n")
-    with serving([calls(bad, call("run_tests")), says("Done.")]) as server:
+    with serving([calls(bad, call("submit")), says("Done.")]) as server:
         assert run(server, folder, "Write m1.py.")[0] == 0
     assert tool_results(server.requests[1]) == ["ok", "m1.py: SyntaxError"]
 
 
 def test_turns_are_bounded(folder: Path) -> None:
-    with serving([calls(call("run_tests"))] * 3) as server:
+    with serving([calls(call("read_file", path="m1.md"))] * 3) as server:
         status, transcript = run(server, folder, "Write m1.py.", HARNESS_MAX_TURNS="3")
     assert (status, transcript["final"], len(server.requests)) == (0, "stopped: too many turns", 3)
 
