@@ -72,6 +72,7 @@ class AgentShell(Shell):
             case c.Switch():
                 self._stop_switch()
                 self._switch = asyncio.get_running_loop().create_task(self._do_switch(command))
+                self._switch.add_done_callback(self._ended)  # what it did not foresee must not leave the cell turning
             case c.Save():
                 self.spawn(self._save(command.why))
 
