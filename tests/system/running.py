@@ -33,18 +33,6 @@ RAMBLING: Tree = {
     "evaluation": {"tasks": 2},
     "tasks": {"harness": ["python", "-I", "-S", str(HERE / "rambler.py")], "evaluation_limit_s": 10.0},
 }
-CODING: Tree = {
-    **RAMBLING,
-    "scheduler": {**RAMBLING["scheduler"], "group_size": 8, "groups_per_batch": 4, "slots_per_cell": 24},
-    "evaluation": {"tasks": 4},
-    "rollout": {"max_new_tokens": 64},
-    "tasks": {
-        "train": str(EXAMPLE / "tasks" / "train.jsonl"),
-        "heldout": str(EXAMPLE / "tasks" / "heldout.jsonl"),
-        "harness": ["python", "-I", "-S", str(EXAMPLE / "start.py")],
-        "harness_env": {"HARNESS_CONTEXT_BUDGET": "120", "HARNESS_MAX_TOKENS": "64", "HARNESS_MAX_TURNS": "12"},
-    },
-}
 
 
 def changed(setting: Tree, **changes: Any) -> Tree:
@@ -81,10 +69,12 @@ class Run:
 
     # ---- start and end ----------------------------------------------------------------------------------------------
 
-    def start(self) -> Run:
-        command = [sys.executable, "-m", "gyre_cli.gyre", "up", "--config", str(self.config), "--run", str(self.root)]
+    def start(self, *words: str, **environment: str) -> Run:
+        """`gyre up`, or `words` instead of `up --config FILE`."""
+        command = [sys.executable, "-m", "gyre_cli.gyre", *(words or ("up", "--config", str(self.config)))]
+        command += ["--run", str(self.root)]
         with open(self._folder / "out", "ab") as out, open(self._folder / "err", "ab") as err:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
             self.process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, env=environment)
         return self
 
@@ -101,6 +91,10 @@ class Run:
         code = self.wait(timeout_s)
         assert code == 0, f"exit code {code}\n{self.story()}"
         return dict(json.loads((self.root / "summary.json").read_text()))
+
+    def out(self) -> str:
+        """What the supervisor said on stdout."""
+        return (self._folder / "out").read_text()
 
     def err(self) -> str:
         """What the supervisor told people."""
