@@ -1,6 +1,6 @@
 """The binary form of a run file (`.gtr`): blocks of records with their arrays as byte planes, compressed with zstd.
 
-Owns the bytes of docs, "Run file", binary form. The objects are those of the JSON lines; only arrays are stored apart. A
+Owns the bytes of docs, "Run file", binary form. The objects are those of the JSON lines; arrays are stored apart. A
 torn tail is found by length and checksum, everything before it is good; the index at the end is a convenience that a
 scan rebuilds. Resolves no delta: `RunReader.objects` does.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -122,7 +123,7 @@ def _unpacked(stored: bytes, size: int) -> Iterator[dict[str, Any]]:
     payload = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
     lengths = struct.unpack_from("<III", payload)
     edges = np.cumsum([12, *lengths]).tolist()
-    heads, ids, logprobs = (payload[a:b] for a, b in zip(edges, edges[1:], strict=False))
+    heads, ids, logprobs = (payload[a:b] for a, b in pairwise(edges))
     all_ids, all_logprobs = _joined(ids, "<i4"), _joined(logprobs, "<f4")
     at = at_logprob = 0
     for head in msgpack.unpackb(heads, strict_map_key=False):

@@ -21,7 +21,7 @@ from gyre_base.runrecords import NO_IDS, Call, Ids, Logprobs, Record, chain_hash
 from gyre_base.runtape import SENTINEL, Tape, Tapes, array_at, shortened
 
 MISSED: Any = object()  # the fast path does not apply; the plain one decides
-_BLOCK_BYTES = 4 << 20  # lines can be megabytes long
+_BLOCK_BYTES = 512 << 10  # lines can be megabytes long
 _TAPE_BYTES = 48 << 20  # of all executions together
 _BLANK = b"\x00\r\n\t "
 _EXEC = re.compile(rb'"exec"\s*:\s*"([^"\\]*)"')
@@ -233,17 +233,19 @@ def _is_whole(line: bytes) -> bool:
 def split_lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """(line without its newline, whether it had one). Lines may be of any length; memory is one line and a block."""
     rest: list[bytes] = []
-    while block := file.read(_BLOCK_BYTES):
+    block = bytearray(_BLOCK_BYTES)  # filled again and again: it stays in the cache
+    view = memoryview(block)
+    while size := file.readinto(block):  # type: ignore[attr-defined]
         start = 0
-        while (at := block.find(b"\n", start)) >= 0:
-            line = block[start:at]
+        while (at := block.find(b"\n", start, size)) >= 0:
+            line = bytes(view[start:at])
             if rest:
                 line = b"".join((*rest, line))
                 rest.clear()
             yield line, True
             start = at + 1
-        if start < len(block):
-            rest.append(block[start:] if start else block)
+        if start < size:
+            rest.append(bytes(view[start:size]))
     if rest:
         yield b"".join(rest), False
 
@@ -331,10 +333,9 @@ class _History:
             head, parent = self._sequence(line.base, line.keep), base.hash
             place = self._tape_of(line.base), line.keep
             prompt = np.concatenate([head, line.tail])
-        elif tape is not None:
-            prompt = (
-                np.concatenate([tape[0].view(0, tape[1]), line.tail]) if len(line.tail) else tape[0].view(0, tape[1])
-            )
+        elif tape is not None:  # laid down before the hash is looked at: tokens that nobody claims do no harm
+            laid, prompt, _ = self.tapes.lay(*tape, line.tail, line.completion)
+            place = laid, len(prompt)
         tail = prompt if tape is not None else line.tail
         hashed = (
             (self._blocks.hashed(tail), self._blocks.hashed(line.completion)) if line.text else (tail, line.completion)

@@ -166,12 +166,13 @@ Record: TypeAlias = RunHeader | ExecStart | ExecEnd | Intent | Call | Reward | N
 def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
     """How many leading tokens (or bytes) are equal. Block compares: memory speed, stops at the first difference."""
     n = min(len(a), len(b))
-    start, size = 0, 512  # most mismatches come early; then blocks grow
+    start, size = 0, 2048  # most mismatches come early; then blocks grow
     while start < n:
         end = min(start + size, n)
         differs = a[start:end] != b[start:end]
-        if differs.any():
-            return start + int(differs.argmax())
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
         start, size = end, _BLOCK
     return n
 

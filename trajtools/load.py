@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+import orjson
+
 from gyre_base.runblocks import Blocks
 from gyre_base.runcodec import to_line, to_object
 from gyre_base.runfile import (
@@ -323,8 +325,21 @@ def _open(part: Path | BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _is_lines(part: Path | BinaryIO) -> bool:
+    """Whether one of the first lines is a record of ours."""
     with _open(part) as file:
-        return file.read(1 << 12).lstrip(b"\xef\xbb\xbf\x00\r\n\t ").startswith(_RECORD)
+        for number, (line, _) in enumerate(split_lines(file)):
+            line = line.strip(b"\xef\xbb\xbf\x00\r\n\t ")
+            if line.startswith(_RECORD):
+                return True
+            if number > 8:
+                break
+            try:
+                obj = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(obj, dict) and isinstance(obj.get("k"), str):
+                return True
+    return False
 
 
 def _records(recording: Recording, name: str, part: Path | BinaryIO) -> Iterator[Located]:
