@@ -26,6 +26,35 @@ def run(run_dir: str | None) -> None:
 
 
 @main.command()
+@click.argument("folder", type=click.Path(file_okay=False))
+@click.option("--listen", required=True, metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT.")
+@click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Clients must say this first.")
+def intake(folder: str, listen: str, token_file: str | None) -> None:
+    """Take calls recorded elsewhere into run files in FOLDER until TERM; needs no run (docs/trajtools.md)."""
+    import asyncio
+    from pathlib import Path
+
+    from gyre_base.daemon import stop_on_signals
+    from trajtools.trajd.intake import run_intake
+
+    if not listen.startswith(("unix:", "tcp:")):
+        common.fail(f"{listen}: an address is unix:PATH or tcp:HOST:PORT", common.USAGE)
+    token = Path(token_file).read_text().strip() if token_file else ""
+    if listen.startswith("tcp:") and not token and listen[4:].rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+        common.fail("an intake that others can reach needs --token-file", common.USAGE)
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        stop_on_signals(stop)
+        await run_intake(Path(folder), listen, token=token, ready=click.echo, stop=stop)
+
+    try:
+        asyncio.run(serve())
+    except OSError as error:
+        common.fail(f"stopped: {error}; what was acknowledged is on disk", common.NO)
+
+
+@main.command()
 @run_option
 @json_option
 @guarded
