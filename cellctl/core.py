@@ -155,7 +155,7 @@ class Scheduler:
     def _restart(self, event: Restart, now: float) -> None:
         self.present.clear()
         self.executors.clear()
-        self.pending.clear()
+        self.pending = {key: word for key, word in self.pending.items() if key.startswith("group:")}
         for cell in self.cells.values():
             cell.draining = False
             if cell.role not in (Role.DOWN, Role.STARTING):
@@ -171,8 +171,8 @@ class Scheduler:
         elif event.kind == "proxyd":
             self._inform_proxyd()
         elif event.kind == "trajd":
-            for group in self.ledger.unpacked():
-                self.pending.pop(f"group:{group.id}", None)
+            for key in [k for k in self.pending if k.startswith("group:")]:  # it may have died with our first word
+                self._until_answered(key, self.pending[key][0], now)
         elif event.kind == "celld" and event.name in self.cells:
             cell = self.cells[event.name]
             if reborn and cell.role is not Role.STARTING:

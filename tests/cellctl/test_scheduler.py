@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellctl.core import Scheduler, Start, Unexpected
+from cellctl.core import Restart, Scheduler, Start, Unexpected
 from cellctl.roles import Cell, IllegalTransition
 from gyre_base import messages as m
+from gyre_base.daemon import Send
 from gyre_base.ids import PolicyVersion
-from gyre_base.vocabulary import Role
+from gyre_base.vocabulary import Outcome, Role
 from tests.cellctl.world import World
 
 POLICIES = ("elastic", "colocate", "async")
@@ -132,3 +133,25 @@ def test_async_replaces_a_group_with_too_few_valid_executions_once():
     """Seed 8865 dispatched the replacement twice and stepped beyond the end of the run."""
     world = World(8865, policy="async", cells=2, faults=True, steps_per_burst=2, slots_per_cell=12).run()
     assert world.core.version.step == 6
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_group_that_closed_while_trajd_was_gone_is_told_to_it_again_even_by_a_later_life_of_cellctl(restarted):
+    core = Scheduler()
+    tree = {"cluster": {"cells": 1}, "scheduler": {"group_size": 2, "groups_per_batch": 1, "steps_per_burst": 1}}
+    core.handle(Start(config={**tree, "evaluation": {"tasks": 0}}, train=("t",), heldout=()), 0.0)
+    for kind, name in (("proxyd", "proxyd"), ("trajd", "trajd"), ("executor", "ex0")):
+        core.handle(m.Hello(kind=kind, name=name, life=1, pid=1, slots=9), 1.0)
+    core.handle(m.RoleChanged(cell="c0", role=Role.ROLLOUT, epoch=0, version="0.0", engine_url="u"), 1.0)
+    told = [
+        command
+        for name in list(core.ledger.in_flight)
+        for command in core.handle(m.ExecutionFinished(execution=name, outcome=Outcome.SCORED, score=1.0), 2.0)
+        if isinstance(command, Send) and isinstance(command.message, m.GroupClosed)
+    ]
+    assert len(told) == 1
+    if restarted:
+        assert told[0] not in core.handle(Restart(life=2), 3.0)
+    assert told[0] in core.handle(m.Hello(kind="trajd", name="trajd", life=2, pid=2), 3.0)
+    core.handle(m.GroupPacked(group=told[0].message.group, enough=True, counted=2, micro_steps=1, owned_tokens=1), 4.0)
+    assert told[0] not in core.handle(m.Hello(kind="trajd", name="trajd", life=3, pid=3), 5.0)

@@ -40,6 +40,7 @@ class World:
         self.stepping = False
         self.saved = PolicyVersion(-1, 0)
         self.finished: dict[str, int] = {}
+        self.trajd_is_dead = False
         cells = scheduler.pop("cells", 3)
         heldout = scheduler.pop("heldout", 4)
         tree = {
@@ -81,7 +82,8 @@ class World:
         self.core.check()
         self.check(before)
         if self.faults and self.random.random() < 0.02:
-            self.random.choice([self.kill_executor, self.kill_satellite, self.kill_core, self.repeat])()
+            faults = [self.kill_executor, self.kill_satellite, self.kill_core, self.kill_trajd, self.repeat]
+            self.random.choice(faults)()
 
     # ---- what the others do -----------------------------------------------------------------------------------------
 
@@ -137,6 +139,8 @@ class World:
         self.put(self.delay(0.5), turned)
 
     def pack(self, closed: m.GroupClosed) -> None:
+        if self.trajd_is_dead:
+            return
         if closed.group in self.packed:
             self.put(self.delay(), self.packed[closed.group])
             return
@@ -195,6 +199,16 @@ class World:
     def kill_satellite(self) -> None:
         if len(self.roles) > 1:
             self.kill_cell(self.random.choice([c for c in self.roles if c != "c0"]))
+
+    def kill_trajd(self) -> None:
+        """What it is told until it is back is lost."""
+
+        def back() -> None:
+            self.trajd_is_dead = False
+            self.feed(m.Hello(kind="trajd", name="trajd", life=len(self.events), pid=1))
+
+        self.trajd_is_dead = True
+        self.put(1.0, back)
 
     def save(self) -> None:
         if self.roles["c0"] is not Role.STARTING:
