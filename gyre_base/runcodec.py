@@ -64,6 +64,7 @@ _NESTED: dict[str, Any] = {"agent": Agent, "attempt": Attempt, "sampling": Sampl
 _LINK = ("base", "keep", "h", "policy", "prompt", "completion")  # keys of a call line that are not fields of Call
 _BULK = ("prompt_ids", "completion_ids", "logprobs")
 _PLAIN = tuple(n for n in _FIELDS[Call] if n not in _NESTED and n not in _BULK and n != "spans")
+_TOKEN_ONLY = ("spans", "sampling", "context")
 _KNOWN = frozenset(("k", *_FIELDS[Call], *_LINK))
 _NESTED_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(cls)) for name, cls in _NESTED.items()}
 
@@ -184,6 +185,8 @@ def _call_head(call: Call) -> dict[str, Any]:
     line: dict[str, Any] = {"k": "call"}
     for name in _FIELDS[Call]:
         value = getattr(call, name)
+        if call.level == "text" and name in _TOKEN_ONLY:
+            continue  # nobody recorded these, and defaults must not look like facts
         if name == "spans":
             line["policy"] = [[s.policy, s.start, s.end] for s in value]
         elif name in _NESTED:

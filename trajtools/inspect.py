@@ -167,6 +167,8 @@ def show_call(recording: Recording, name: str | None, call: str, say: Say | None
         for k, v in dataclasses.asdict(mark.call).items()
         if not k.endswith("_ids") and k not in ("logprobs", "extra")
     }
+    if text:
+        about = {k: v for k, v in about.items() if k not in ("sampling", "spans", "context")}
     about |= {"prompt": mark.prompt_tokens, "sampled": mark.sampled, "continues": link.mark.id if link else None}
     logprobs = None
     if mark.logprobs is not None:

@@ -158,6 +158,7 @@ class Talk:
         self.clock += 1.0
         t1 = about.pop("t1", None)
         t1 = self.clock if t1 is None else t1
+        self.clock = max(self.clock, t1)
         t0 = about.pop("t0", None)
         extra = {k: v for k, v in about.pop("extra", {}).items() if v}
         label = about.pop("label", "main" if self.agent.role == "main" else "sub-agent")
