@@ -190,7 +190,8 @@ def test_a_tokenizer_turns_the_examples_into_text(log, tmp_path):
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from gyre_cli.trajtools import main; print([m for m in ('numpy','rich','tokenizers') if m in sys.modules])"
+    look = "print([m for m in ('numpy', 'rich', 'tokenizers') if m in sys.modules])"
+    code = f"import sys; from gyre_cli.trajtools import main; {look}"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
