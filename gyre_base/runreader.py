@@ -18,7 +18,7 @@ import numpy as np
 from gyre_base.runblocks import Blocks
 from gyre_base.runcodec import KINDS, BadRecord, call_fields, decode, ids_array, logprobs_array, parse_object
 from gyre_base.runrecords import NO_IDS, Call, Ids, Logprobs, Record, chain_hash
-from gyre_base.runtape import SENTINEL, Tape, Tapes, array_at, shortened
+from gyre_base.runtape import SENTINEL, Short, Tape, Tapes, array_at, shortened
 
 MISSED: Any = object()  # the fast path does not apply; the plain one decides
 _BLOCK_BYTES = 512 << 10  # lines can be megabytes long
@@ -137,24 +137,40 @@ class RunReader:
         if array is None:
             return MISSED
         found = _EXEC.search(line, 0, array[0]) or _EXEC.search(line, array[1])
-        history = self._histories.get(found[1].decode(errors="replace")) if found is not None else None
-        short = shortened(line, array, history.tapes.items) if history is not None else None
-        if short is None or found is None:
+        execution = found[1].decode(errors="replace") if found is not None else None
+        history = self._histories.get(execution) if execution is not None else None
+        short = shortened(line, array, history.tapes.items if history is not None else ())
+        if short is None:
             return MISSED
-        rest, tape, keep = short
         try:
-            obj = parse_object(rest)
+            obj = parse_object(short.rest)
         except BadRecord:
             return MISSED
-        ids = obj.get("prompt_ids")
-        as_thought = obj["k"] == "call" and obj.get("exec") == found[1].decode(errors="replace") and not obj.get("base")
-        if not (as_thought and isinstance(ids, list) and ids and ids[0] == SENTINEL) or "base" in obj or "level" in obj:
+        if not self._refilled(obj, short, execution):
             return MISSED
-        del ids[0]
-        call = self._call(obj, start, end, tape=(tape, keep))
+        call = self._call(obj, start, end, short)
         if call is not None:
             self.report.records["call"] += 1
         return call
+
+    @staticmethod
+    def _refilled(obj: dict[str, Any], short: Short, execution: str | None) -> bool:
+        """Put the arrays back in. False if they were cut out elsewhere than thought (a nested key, a second one)."""
+        ids, completion = obj.get("prompt_ids"), obj.get("completion_ids")
+        if obj["k"] != "call" or "level" in obj or not (isinstance(ids, list) and ids and ids[0] == SENTINEL):
+            return False
+        if short.tape is not None and (obj.get("exec") != execution or "base" in obj):
+            return False
+        if short.completion is not None:
+            if completion != [SENTINEL]:
+                return False
+            obj["completion_ids"] = short.completion
+        del ids[0]
+        if short.tail is not None:
+            if ids:
+                return False
+            obj["prompt_ids"] = short.tail
+        return True
 
     def _behind_torn(self, line: bytes, start: int, end: int) -> Iterator[Located]:
         """A crash between two writes glues a torn record to the next whole one: look for a suffix that is a record."""
@@ -183,8 +199,8 @@ class RunReader:
             self.report.records[kind] += 1
         return record
 
-    def _call(self, obj: dict[str, Any], start: int, end: int, tape: tuple[Tape, int] | None = None) -> Call | None:
-        """`tape`: where the first tokens of the prompt lie that are not in the line any more, and how many."""
+    def _call(self, obj: dict[str, Any], start: int, end: int, short: Short | None = None) -> Call | None:
+        """`short`: what was cut out of the line; its arrays are back in `obj`, but for what lies on its tape."""
         fields = call_fields(obj)
         execution, call_id = fields["exec"], fields["call"]
         line = _Line.of(obj, self.blocks)
@@ -192,14 +208,16 @@ class RunReader:
             reason = f"call {call_id}: {len(line.logprobs)} logprobs, {len(line.completion)} tokens: context only"
             self.report.defects.append(Bad(start, end, reason, kept=True))
         history = self._histories.setdefault(execution, _History(self.blocks))
-        prompt, digest, place = history.resolve(line, tape)
+        prompt, digest, place = history.resolve(line, short)
         if call_id in history:
             if history.same(call_id, line, prompt, digest):
                 self.report.duplicates += 1
             else:
                 self.report.conflicts.append((execution, call_id, start))
             return None
-        prompt, completion = history.add(call_id, line, prompt, digest, place)
+        prompt, completion = history.add(
+            call_id, line, prompt, digest, place, short.text if short is not None else None
+        )
         self._bound(execution, history)
         logprobs = line.logprobs if line.logprobs is None or len(line.logprobs) == len(completion) else None
         return Call(**fields, prompt_ids=prompt, completion_ids=completion, logprobs=logprobs)
@@ -320,10 +338,11 @@ class _History:
         self.tapes = Tapes()
         self._on.clear()
 
-    def resolve(self, line: _Line, tape: tuple[Tape, int] | None = None) -> tuple[Ids, bytes, tuple[Tape | None, int]]:
+    def resolve(self, line: _Line, short: Short | None = None) -> tuple[Ids, bytes, tuple[Tape | None, int]]:
         """(prompt int32[P], chain hash, (tape, tokens of the prompt on it)). Raises BadRecord: no base, wrong hash."""
         prompt, parent = line.tail, b""
-        place: tuple[Tape | None, int] = tape or (None, 0)
+        place: tuple[Tape | None, int] = (None, 0)
+        tape = short.tape if short is not None else None
         if line.base is not None:
             base = self._bodies.get(line.base)
             if base is None:
@@ -334,7 +353,8 @@ class _History:
             place = self._tape_of(line.base), line.keep
             prompt = np.concatenate([head, line.tail])
         elif tape is not None:  # laid down before the hash is looked at: tokens that nobody claims do no harm
-            laid, prompt, _ = self.tapes.lay(*tape, line.tail, line.completion)
+            assert short is not None
+            laid, prompt, _ = self.tapes.lay(tape, short.keep, line.tail, line.completion, short.text)
             place = laid, len(prompt)
         tail = prompt if tape is not None else line.tail
         hashed = (
@@ -355,7 +375,13 @@ class _History:
         return bool(np.array_equal(self._sequence(call, len(prompt)), prompt))
 
     def add(
-        self, call: str, line: _Line, prompt: Ids, digest: bytes, place: tuple[Tape | None, int]
+        self,
+        call: str,
+        line: _Line,
+        prompt: Ids,
+        digest: bytes,
+        place: tuple[Tape | None, int],
+        text: bytes | None = None,
     ) -> tuple[Ids, Ids]:
         """Store it against the recent history it shares most with: distinct tokens are kept, not prompts.
 
@@ -367,7 +393,8 @@ class _History:
         base = self._on[id(tape)][1] if tape is not None and id(tape) in self._on else line.base
         if base is not None:
             keep_of_base = min(keep, self._bodies[base].tokens)
-        laid, whole, completion = self.tapes.lay(tape, keep, prompt[keep:], line.completion)
+        text = text if not keep and line.base is None else None  # it renders the whole prompt, or was used already
+        laid, whole, completion = self.tapes.lay(tape, keep, prompt[keep:], line.completion, text)
         stored = keep_of_base if base is not None else 0
         tail = whole[stored:].copy()
         self._bodies[call] = _Body(base, stored, tail, line.completion, _answer(line), digest)

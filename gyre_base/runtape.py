@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import orjson
@@ -19,9 +20,10 @@ from gyre_base.runrecords import NO_IDS, Ids, common_prefix
 
 TAPES = 8  # recent histories per execution; more only helps beyond 8 parallel agents
 WORTH_BYTES = 256  # a shorter match saves nothing
+BULK_BYTES = 1 << 13  # from here on `numbers` is faster than JSON and a conversion
 SENTINEL = -(1 << 62) - int.from_bytes(os.urandom(7), "big")  # stands for the tokens cut out; in no file
 _MARK = str(SENTINEL).encode()
-_KEY = b'"prompt_ids"'
+PROMPT, COMPLETION = b'"prompt_ids"', b'"completion_ids"'
 _COMMA, _SPACE = 44, 32
 
 
@@ -51,7 +53,11 @@ class Tape:
         out.flags.writeable = False
         return out
 
-    def append(self, ids: Ids) -> None:
+    def append(self, ids: Ids, text: bytes | None = None) -> None:
+        if text is not None and self._rendered == self.used:
+            self.text += text
+            self._rendered += len(ids)
+            self._marks.append((len(self.text), self._rendered))
         need = self.used + len(ids)
         if need > len(self._ids):
             grown = np.empty(max(need, len(self._ids) * 3 // 2, 64), np.int32)
@@ -98,8 +104,13 @@ class Tapes:
     def __init__(self) -> None:
         self.items: list[Tape] = []
 
-    def lay(self, tape: Tape | None, keep: int, tail: Ids, completion: Ids) -> tuple[Tape, Ids, Ids]:
-        """Put a call's tokens on a tape: the first `keep` of `tape`, then these. Returns (tape, prompt, completion)."""
+    def lay(
+        self, tape: Tape | None, keep: int, tail: Ids, completion: Ids, text: bytes | None = None
+    ) -> tuple[Tape, Ids, Ids]:
+        """Put a call's tokens on a tape: the first `keep` of `tape`, then these. Returns (tape, prompt, completion).
+
+        `text` renders tail and completion, where that is known.
+        """
         new = np.concatenate([tail, completion]) if len(completion) else tail
         if tape is None:
             tape = self._new(Tape(NO_IDS))
@@ -108,7 +119,7 @@ class Tapes:
         if shared < min(len(ahead), len(new)):
             tape, shared = self._new(tape.fork(keep + shared)), shared
         if keep + len(new) > tape.used:
-            tape.append(new[shared:])
+            tape.append(new[shared:], text if not shared else None)
         self._touch(tape)
         middle = keep + len(tail)
         return tape, tape.view(0, middle), tape.view(middle, middle + len(completion))
@@ -136,22 +147,38 @@ class Tapes:
             self._new(tape)
 
 
-def array_at(line: bytes) -> tuple[int, int] | None:
-    """[start, end) of the inside of the first array with the key prompt_ids; None if it does not look like one."""
-    at = line.find(_KEY)
-    if at < 1 or line[:at].rstrip()[-1:] not in (b",", b"{"):
+@dataclass(frozen=True, slots=True)
+class Short:
+    """A line without its long arrays: `rest` is JSON with SENTINEL where they were cut out.
+
+    The prompt is the first `keep` tokens of `tape`, then `tail` (None: what follows SENTINEL in `rest`). `text` renders
+    tail and completion, as on a tape, if both are known as text.
+    """
+
+    rest: bytes
+    tape: Tape | None
+    keep: int
+    tail: Ids | None
+    completion: Ids | None
+    text: bytes | None
+
+
+def array_at(line: bytes, key: bytes = PROMPT, least: int = WORTH_BYTES) -> tuple[int, int] | None:
+    """[start, end) of the inside of the first array with a key; None if it does not look like one, or is short."""
+    at = line.find(key)
+    if at < 1 or line[max(at - 8, 0) : at].rstrip()[-1:] not in (b",", b"{"):
         return None
-    start = at + len(_KEY)
+    start = at + len(key)
     opening = line[start : start + 8].split(b"[", 1)
     if len(opening) != 2 or opening[0].strip() != b":":
         return None
     start += len(opening[0]) + 1
     end = line.find(b"]", start)
-    return (start, end) if end - start >= WORTH_BYTES else None
+    return (start, end) if end - start >= least else None
 
 
-def shortened(line: bytes, array: tuple[int, int], tapes: Sequence[Tape]) -> tuple[bytes, Tape, int] | None:
-    """(line with the tokens known from a tape cut out, that tape, how many); None if nothing worth it is known."""
+def shortened(line: bytes, array: tuple[int, int], tapes: Sequence[Tape]) -> Short | None:
+    """The line with its arrays cut out: what a tape knows, and what can be converted without JSON. None: neither."""
     start, end = array
     text, first, last = line, start, end
     if b" " in line[start : start + 32]:
@@ -160,11 +187,44 @@ def shortened(line: bytes, array: tuple[int, int], tapes: Sequence[Tape]) -> tup
             return None
         text, first, last = packed, 0, len(packed)
     tape, cut, keep = _best(text, first, last, tapes)
-    if tape is None or cut < WORTH_BYTES:
-        return None
+    if cut < WORTH_BYTES:
+        tape, cut, keep = None, 0, 0
     tail = text[first + cut : last]
-    parts = (line[:start], _MARK, b"," if tail else b"", tail, line[end:])
-    return b"".join(parts), tape, keep
+    ids = (numbers(tail) if len(tail) >= BULK_BYTES else None) if tail else NO_IDS
+    if tape is None and ids is None:
+        return None
+    more = b"" if ids is not None else b"," + tail
+    head, foot = line[:start] + _MARK + more, line[end:]
+    completion, said = None, b""
+    if (found := array_at(foot, COMPLETION, BULK_BYTES)) is not None:
+        said = foot[found[0] : found[1]]
+        completion = numbers(said)
+        if completion is not None:
+            foot = foot[: found[0]] + _MARK + foot[found[1] :]
+    known = None
+    if ids is not None and completion is not None:
+        known = (tail + b"," if tail else b"") + said + b","
+    return Short(head + foot, tape, keep, ids, completion, known)
+
+
+def numbers(text: bytes) -> Ids | None:
+    """int32[n] of `1,2,3`, exactly as JSON would read it; None for anything but plain ids below 10^9."""
+    chars = np.frombuffer(text, np.uint8)
+    ends = np.append(np.flatnonzero(chars == _COMMA), len(chars))
+    lengths = np.diff(ends, prepend=-1) - 1
+    digits = chars - np.uint8(48)
+    longest = int(lengths.max())
+    if longest > 9 or int(lengths.min()) < 1 or int(np.count_nonzero(digits > 9)) != len(ends) - 1:
+        return None
+    if bool((digits[ends - lengths] == 0)[lengths > 1].any()):
+        return None  # a leading zero is not JSON
+    padded = np.concatenate([np.zeros(longest, np.uint8), digits])
+    out: Ids = padded[ends + (longest - 1)].astype(np.int32)
+    for place in range(1, longest):
+        digit = padded[ends + (longest - 1 - place)].astype(np.int32)
+        digit[lengths <= place] = 0
+        out += digit * np.int32(10**place)
+    return out
 
 
 def _best(text: bytes, first: int, last: int, tapes: Sequence[Tape]) -> tuple[Tape | None, int, int]:
