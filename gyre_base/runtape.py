@@ -20,7 +20,6 @@ from gyre_base.runrecords import NO_IDS, Ids, common_prefix
 
 TAPES = 8  # recent histories per execution; more only helps beyond 8 parallel agents
 WORTH_BYTES = 256  # a shorter match saves nothing
-BULK_BYTES = 1 << 13  # from here on `numbers` is faster than JSON and a conversion
 SENTINEL = -(1 << 62) - int.from_bytes(os.urandom(7), "big")  # stands for the tokens cut out; in no file
 _MARK = str(SENTINEL).encode()
 PROMPT, COMPLETION = b'"prompt_ids"', b'"completion_ids"'
@@ -78,7 +77,7 @@ class Tape:
 
     def render(self) -> bytearray:
         if self._rendered < self.used:
-            self.text += orjson.dumps(self._ids[self._rendered : self.used], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            self.text += _rendered(self._ids[self._rendered : self.used])
             self.text += b","
             self._rendered = self.used
             self._marks.append((len(self.text), self.used))
@@ -190,13 +189,13 @@ def shortened(line: bytes, array: tuple[int, int], tapes: Sequence[Tape]) -> Sho
     if cut < WORTH_BYTES:
         tape, cut, keep = None, 0, 0
     tail = text[first + cut : last]
-    ids = (numbers(tail) if len(tail) >= BULK_BYTES else None) if tail else NO_IDS
+    ids = numbers(tail) if tail else NO_IDS
     if tape is None and ids is None:
         return None
     more = b"" if ids is not None else b"," + tail
     head, foot = line[:start] + _MARK + more, line[end:]
     completion, said = None, b""
-    if (found := array_at(foot, COMPLETION, BULK_BYTES)) is not None:
+    if (found := array_at(foot, COMPLETION, 1)) is not None:
         said = foot[found[0] : found[1]]
         completion = numbers(said)
         if completion is not None:
@@ -208,23 +207,15 @@ def shortened(line: bytes, array: tuple[int, int], tapes: Sequence[Tape]) -> Sho
 
 
 def numbers(text: bytes) -> Ids | None:
-    """int32[n] of `1,2,3`, exactly as JSON would read it; None for anything but plain ids below 10^9."""
-    chars = np.frombuffer(text, np.uint8)
-    ends = np.append(np.flatnonzero(chars == _COMMA), len(chars))
-    lengths = np.diff(ends, prepend=-1) - 1
-    digits = chars - np.uint8(48)
-    longest = int(lengths.max())
-    if longest > 9 or int(lengths.min()) < 1 or int(np.count_nonzero(digits > 9)) != len(ends) - 1:
+    """int32[n] of `1,2,3`, exactly as JSON would read it; None for anything that is not plainly written ids."""
+    if text.translate(None, b"0123456789,") or b",," in text or text[:1] == b"," or text[-1:] == b",":
         return None
-    if bool((digits[ends - lengths] == 0)[lengths > 1].any()):
-        return None  # a leading zero is not JSON
-    padded = np.concatenate([np.zeros(longest, np.uint8), digits])
-    out: Ids = padded[ends + (longest - 1)].astype(np.int32)
-    for place in range(1, longest):
-        digit = padded[ends + (longest - 1 - place)].astype(np.int32)
-        digit[lengths <= place] = 0
-        out += digit * np.int32(10**place)
-    return out
+    ids: Ids = np.fromstring(text, np.int32, sep=",")
+    return ids if _rendered(ids) == text else None  # leading zeros and overflows do not come back as they went in
+
+
+def _rendered(ids: Ids) -> bytes:
+    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 def _best(text: bytes, first: int, last: int, tapes: Sequence[Tape]) -> tuple[Tape | None, int, int]:
