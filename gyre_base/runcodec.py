@@ -8,6 +8,7 @@ NaN, which never trains); unknown keys survive a round trip. A call line may lea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -275,16 +276,22 @@ def call_fields(obj: dict[str, Any]) -> dict[str, Any]:
         raise BadRecord("seq, t0 or t1 is not a number")
     extra = {k: v for k, v in obj.items() if k not in _KNOWN}
     try:
-        for name, cls in _NESTED.items():
+        for name in _NESTED:
             given = obj.get(name) or {}
             names = _NESTED_FIELDS[name]
-            out[name] = cls(**{k: v for k, v in given.items() if k in names and v is not None})
+            out[name] = _nested(name, tuple((k, v) for k, v in given.items() if k in names and v is not None))
             if unknown := {k: v for k, v in given.items() if k not in names}:
                 extra[name] = unknown
         out["spans"] = tuple(Span(str(p), int(a), int(b)) for p, a, b in obj.get("policy") or ())
     except (TypeError, ValueError, AttributeError) as error:
         raise BadRecord(f"bad agent, attempt, sampling or policy: {error}") from None
     return {**out, "extra": extra}
+
+
+@functools.lru_cache(4096)
+def _nested(name: str, given: tuple[tuple[str, Any], ...]) -> Any:
+    """An agent, attempt or sampling: few different ones come again and again. Raises TypeError."""
+    return _NESTED[name](**dict(given))
 
 
 def ids_array(values: Any, key: str) -> Ids:

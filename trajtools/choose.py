@@ -253,20 +253,25 @@ class _Ledger:
         """bool[sampled]: owned tokens of one call; the others are added to `dropped`."""
         owned = np.zeros(mark.sampled, np.bool_)
         trainable = mark.trainable()
-        dropped["untrainable"] += int((~trainable).sum())
+        dropped["untrainable"] += mark.sampled - int(np.count_nonzero(trainable))
         for segment, start, end, offset in mark.pieces():
             can = trainable[offset : offset + end - start]
             if segment not in self._painted:
                 continue
             mine = can & (self._painted[segment].owner[start:end] == mark.order)
-            kept = mine & (np.arange(start, end) < self._covered.get(segment, 0))
-            dropped["duplicate"] += int((can & ~mine).sum())
-            dropped["stub" if segment in self._stubs else "not-chosen"] += int((mine & ~kept).sum())
+            kept = mine.copy()
+            kept[max(self._covered.get(segment, 0) - start, 0) :] = False
+            can_n, mine_n, kept_n = (int(np.count_nonzero(x)) for x in (can, mine, kept))  # each within the one before
+            dropped["duplicate"] += can_n - mine_n
+            dropped["stub" if segment in self._stubs else "not-chosen"] += mine_n - kept_n
             owned[offset : offset + end - start] = kept
         return owned
 
 
 def runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """[start, end) of every run of True."""
+    count = int(np.count_nonzero(flags))
+    if count in (0, len(flags)):  # nearly always
+        return [(0, count)] if count else []
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

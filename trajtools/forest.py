@@ -99,6 +99,7 @@ class Mark:
     context: str
     segment: Segment
     order: int = 0  # place by commit; set by `Forest.marks`
+    mask: NDArray[np.bool_] | None = None  # of `trainable`, once asked for
 
     @property
     def id(self) -> str:
@@ -110,9 +111,10 @@ class Mark:
 
     def trainable(self) -> NDArray[np.bool_]:
         """bool[sampled]: tokens that could be targets. Without a prompt the first one has no context, so none is."""
-        if self.logprobs is None or self.prompt_tokens == 0:
-            return np.zeros(self.sampled, np.bool_)
-        return trainable_mask(self.logprobs)
+        if self.mask is None:
+            known = self.logprobs is not None and self.prompt_tokens > 0
+            self.mask = trainable_mask(self.logprobs) if known else np.zeros(self.sampled, np.bool_)  # type: ignore[arg-type]
+        return self.mask
 
     def segment_at(self, depth: int) -> Segment:
         """The segment of this path that covers `depth` (or ends the path, for the depth just behind it)."""
