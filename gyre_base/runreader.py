@@ -21,7 +21,7 @@ from gyre_base.runrecords import NO_IDS, Call, Ids, Logprobs, Record, chain_hash
 from gyre_base.runtape import SENTINEL, Short, Tape, Tapes, array_at, shortened
 
 MISSED: Any = object()  # the fast path does not apply; the plain one decides
-_BLOCK_BYTES = 512 << 10  # lines can be megabytes long
+_BLOCK_BYTES = 1 << 20  # lines can be megabytes long
 _TAPE_BYTES = 48 << 20  # of all executions together
 _BLANK = b"\x00\r\n\t "
 _EXEC = re.compile(rb'"exec"\s*:\s*"([^"\\]*)"')
