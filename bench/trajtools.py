@@ -2,9 +2,9 @@
 
     python -m bench.trajtools [--json] [--quick] [--repeat N] [--keep DIR]
 
-Times are CPU seconds of one thread, the best of N; ratios are of one run on one file. `merge` inserts calls that are in
-memory, their context digests given as proxyd writes them; the floor is one array compare of each prompt with the one
-before. `messy` files are S, M and C shuffled, pretty-spaced and key-reordered. `--quick`: S and C only.
+Times are CPU seconds of one thread, the best of N; ratios are of one file, both sides in one fresh process. `merge`
+inserts calls that are in memory, their context digests given as proxyd writes them; the floor is one array compare of
+each prompt with the one before. `messy` files are S, M and C shuffled, pretty-spaced and key-reordered. `--quick`: S, C.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from gyre_base.runfile import Call, context_digest, encode
 from trajtools.choose import CLASSES, choose, class_of
 from trajtools.forest import Forest, paint
 from trajtools.load import load, write_slim
-from trajtools.report import dedup
 
 MESSY = ("shuffled", "pretty", "reordered")
 SEEDS = range(6)
@@ -127,7 +126,20 @@ def plain_reader(path: Path) -> int:
 
 
 def against(path: Path, repeat: int, base: Callable[[Path], Any], base_repeat: int) -> float:
-    return cpu(lambda: base(path), base_repeat) / cpu(lambda: dedup(path), repeat)
+    """How much faster `dedup` is than `base`, both in one fresh process: a command has no heap full of other calls."""
+    words = [str(path), base.__name__, str(repeat), str(base_repeat)]
+    done = subprocess.run([sys.executable, "-c", _RATIO, *words], check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+_RATIO = """
+import sys
+from pathlib import Path
+from bench import trajtools as bench
+from trajtools.report import dedup
+path, base, repeat, base_repeat = Path(sys.argv[1]), getattr(bench, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+print(bench.cpu(lambda: base(path), base_repeat) / bench.cpu(lambda: dedup(path), repeat))
+"""
 
 
 def peak_rss_mib(path: Path) -> float:

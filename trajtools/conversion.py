@@ -43,7 +43,7 @@ class Converted:
         """For a person; the first line says it all."""
         unit = "sampled tokens" if self.level == "token" else "sampled blocks of text (no token ids were recorded)"
         first = (
-            f"{self.format}: {self.executions:,} executions, {self.calls:,} calls, {self.sampled:,} {unit} "
+            f"{self.format}: {_n(self.executions, 'execution')}, {_n(self.calls, 'call')}, {self.sampled:,} {unit} "
             f"written to {self.out} ({self.size:,} bytes)"
         )
         return [first, *(f"  left out: {n:,} {why}" for why, n in self.left_out.items())]
@@ -77,6 +77,10 @@ def convert(source: Source, out: str | Path, form: str | None = None, **options:
         out=str(out),
         size=size,
     )
+
+
+def _n(count: int, one: str) -> str:
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
 def form_of(out: Path, form: str | None) -> str:

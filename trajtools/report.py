@@ -352,9 +352,10 @@ class StatsReport(_Report):
 
     def lines(self) -> list[str]:
         """For a person; the first line says it all."""
+        groups = f" in {_n(self.groups, 'group')}" if self.groups else ""
         unit = {"token": "tokens", "text": "bytes of text"}.get(self.level, "tokens or bytes")
         out = [
-            f"{_n(self.executions, 'execution')} in {_n(self.groups, 'group')}, {_n(self.calls, 'call')}, "
+            f"{_n(self.executions, 'execution')}{groups}, {_n(self.calls, 'call')}, "
             f"{self.tokens_raw:,} {unit} recorded; a prefix cache could save {self.cache_hit:.0%} of the prompts; "
             f"longest call {self.longest:,} {unit} ({' '.join(self.longest_call)})",
             f"  {'label':<18} {'calls':>7} {'prompt':>13} {'reusable':>9} {'completion':>11} {'longest':>9} "
@@ -407,7 +408,7 @@ def stats(source: Source, *, on_bytes: OnBytes | None = None) -> StatsReport:
         execution_s=_quantiles([e.seconds for e in ends if e.seconds is not None]),
         outcomes=dict(Counter(e.outcome for e in ends).most_common()),
         mean_score=float(np.mean(scores)) if scores else None,
-        groups=len({e.group for e in ends}),
+        groups=len({e.group for e in ends if e.group}),
         level=levels.pop() if len(levels) == 1 else "mixed",
         reported_usage=dict(usage),
         damage=Damage.of(stream.recording),
