@@ -4,7 +4,7 @@
 
 Times are CPU seconds of one thread, the best of N; ratios are of one file, both sides in one fresh process. `merge`
 inserts calls that are in memory, their context digests given as proxyd writes them; the floor is one array compare of
-each prompt with the one before. `messy` files are S, M and C shuffled, pretty-spaced and key-reordered. `--quick`: S, C.
+each prompt with the one before. `messy`: S, M and C shuffled, pretty-spaced and key-reordered. `--quick`: S, C.
 """
 
 from __future__ import annotations
