@@ -1,7 +1,7 @@
 """The scheduler: one `handle(event, now) -> commands`, no IO, no clock, no chance of its own.
 
-Phases of a run: starting -> eval-before -> training -> eval-after -> done. Within training, bursts of m steps: dispatch at the
-boundary, lend cells as the water level falls, take them back when the burst's last step is done.
+Phases of a run: starting -> eval-before -> training -> eval-after -> done. Within training, bursts of m steps:
+dispatch at the boundary, lend cells as the water level falls, take them back when the burst's last step is done.
 `check()` states the invariants; the simulation in the tests calls it after every event.
 """
 
@@ -69,6 +69,7 @@ class Scheduler:
         self.heldout: tuple[str, ...] = ()
         self.policy: policies.Policy = policies.Colocate()
         self.policy_note = ""
+        self.rules = policies.Rules(steps_total=0, steps_per_burst=1, groups_per_batch=1)
         self.version = PolicyVersion(0, 0)
         self.burst_end = 0
         self.boundary = PolicyVersion(0, 0)  # weights at the last burst boundary: no engine serves older ones for long
@@ -147,6 +148,16 @@ class Scheduler:
         made = [Cell(name=f"c{i}", order=i, slots=slots[i], standalone=i >= lent, since=now) for i in range(count)]
         self.cells = {cell.name: cell for cell in made}
         self.policy, self.policy_note = policies.make(scheduler.policy, count)
+        self.rules = policies.Rules(
+            steps_total=scheduler.steps,
+            steps_per_burst=scheduler.steps_per_burst,
+            groups_per_batch=scheduler.groups_per_batch,
+            group_size=scheduler.group_size,
+            look_ahead=scheduler.look_ahead_groups,
+            staleness_bound=scheduler.staleness_bound,
+            streaming=scheduler.streaming,
+            async_train_cells=scheduler.async_train_cells,
+        )
         self.ledger = Ledger(scheduler.retry_budget)
         self.queue = TaskQueue(event.train, scheduler.seed)
         self.heldout = event.heldout[: self.config.evaluation.tasks]
@@ -399,7 +410,9 @@ class Scheduler:
             self._become(cell, Role.STARTING, now, f"its agent restarts the {event.what}")
 
     def _engine_lost(self, event: m.EngineLost, now: float) -> None:
-        """proxyd has moved the calls; the agent watches its own engine and says so itself: here only the reason is kept."""
+        """proxyd has moved the calls; the agent watches its own engine and says so itself: here only the reason is
+        kept.
+        """
         cell = self.cells.get(event.cell)
         if cell is not None:
             cell.story.append(f"{now:.3f} proxyd lost {event.url}: {event.why}")
@@ -432,22 +445,14 @@ class Scheduler:
 
     def view(self) -> policies.View:
         """What the policy sees."""
-        scheduler = self.config.scheduler
         return policies.View(
-            pool=self.pool(),
-            water_level=self.ledger.level(),
-            step=self.version.step,
-            burst_end=self.burst_end,
-            steps_total=scheduler.steps,
-            steps_per_burst=scheduler.steps_per_burst,
-            groups_per_batch=scheduler.groups_per_batch,
-            groups_ready=self.groups_ready,
-            groups_open=self.ledger.groups_open(),
-            group_size=scheduler.group_size,
-            look_ahead=scheduler.look_ahead_groups,
-            staleness_bound=scheduler.staleness_bound,
-            streaming=scheduler.streaming,
-            async_train_cells=scheduler.async_train_cells,
+            self.rules,
+            self.pool(),
+            self.ledger.level(),
+            self.version.step,
+            self.burst_end,
+            self.groups_ready,
+            self.ledger.groups_open(),
         )
 
     def pool(self) -> policies.Pool:
@@ -510,31 +515,34 @@ class Scheduler:
         return False
 
     def _train(self, now: float) -> None:
-        if self.version.step >= self.burst_end:
-            self._turn_cells(now)  # back, before the next burst begins and hides that the last one ended
-        self._dispatch_groups(now)
-        self._turn_cells(now)
-
-    def _turn_cells(self, now: float) -> None:
         view = self.view()
-        for decision in self._owed(view) or self.policy.turns(view):
+        if view.step >= view.burst_end and self._turn_cells(view, now):
+            view = self.view()  # back, before the next burst begins and hides that the last one ended
+        if self._dispatch_groups(view, now):
+            view = self.view()
+        self._turn_cells(view, now)
+
+    def _turn_cells(self, view: policies.View, now: float) -> int:
+        decisions = self._owed(view) or self.policy.turns(view)
+        for decision in decisions:
             self._turn(decision, now)
+        return len(decisions)
 
-    def _dispatch_groups(self, now: float) -> None:
-        view = self.view()
+    def _dispatch_groups(self, view: policies.View, now: float) -> bool:
+        """Whether anything changed: groups went out, or a burst began."""
         count = self.policy.groups_to_dispatch(view)
-        if view.step >= view.burst_end:
+        at_boundary = view.step >= view.burst_end
+        if at_boundary:
             self.owed_groups = 0  # a new burst asks for all its groups anyway
         elif self.owed_groups and view.water_level == 0 and view.pool.serving:
             count, self.owed_groups = self.owed_groups, 0
-        if view.step >= view.steps_total:
-            return
-        if view.step >= view.burst_end:
-            self.burst_end = min(view.step + self.policy.burst_steps(view, count), view.steps_total)
+        if view.step >= self.rules.steps_total or not (count or at_boundary):
+            return False
+        if at_boundary:
+            self.burst_end = min(view.step + self.policy.burst_steps(view, count), self.rules.steps_total)
         if count:
-            self._dispatch(
-                [self.queue.next() for _ in range(count)], self.config.scheduler.group_size, Purpose.TRAIN, now
-            )
+            self._dispatch([self.queue.next() for _ in range(count)], self.rules.group_size, Purpose.TRAIN, now)
+        return True
 
     def _owed(self, view: policies.View) -> list[policies.Decision]:
         """Groups must be made up but nobody serves: the last cell that trains comes back to serve them."""

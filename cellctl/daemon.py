@@ -16,12 +16,14 @@ from gyre_base import journal as journals
 from gyre_base import messages as m
 from gyre_base import wire
 from gyre_base.bus import Received, Server
-from gyre_base.daemon import HEARTBEAT_S, Answer, PeerLost, Send, Shell, log_to, stop_on_signals
+from gyre_base.daemon import HEARTBEAT_S, Answer, PeerLost, Send, Shell, WakeAt, log_to, stop_on_signals
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
 
 log = logging.getLogger(__name__)
 DURABLE = (m.ExecutionFinished, m.StepDone, m.GroupPacked, Start)
+SAMPLE_S = 0.25
+BATCH = 256  # events that share one wait for the disk
 VIEWS = ("status", "explain", "results", "timeline")
 
 
@@ -35,10 +37,15 @@ class CellctlShell(Shell):
         self._server, self._run, self._life = server, run, life
         self._routes: dict[str, bytes] = {}
         self._seen: dict[str, float] = {}
-        self._asker: tuple[bytes, int] | None = None
+        self._asker: Received | None = None
+        self._incoming: asyncio.Queue[Received] = asyncio.Queue(maxsize=4 * BATCH)
+        self._decided: list[tuple[Any, Received | None]] = []
+        self._must_sync = False
+        self._leavers: list[str] = []
         self._tasks_by_id: dict[str, dict[str, Any]] = {}
         self._timeline = open(run.path("metrics", "timeline.jsonl"), "ab", buffering=0)  # noqa: SIM115
         self._last_sample: dict[str, Any] = {}
+        self._sampled: tuple[Any, float] = (None, 0.0)
         self._one_at_a_time = asyncio.Lock()
 
     def know_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
@@ -51,27 +58,37 @@ class CellctlShell(Shell):
         self._seen.update(dict.fromkeys(peers, now))
 
     async def listen(self) -> None:
-        """Everything that comes in, in order. Questions are answered here from the state, orders go through the core."""
+        """All that comes in, in order, up to a bound; beyond it ZeroMQ holds the rest."""
         async for received in self._server:
-            await self._take(received)
+            await self._incoming.put(received)
+
+    async def work(self) -> None:
+        """Whatever has come in is one batch: decided one by one, on disk once, then carried out."""
+        while True:
+            batch = [await self._incoming.get()]
+            while len(batch) < BATCH and not self._incoming.empty():
+                batch.append(self._incoming.get_nowait())
+            async with self._one_at_a_time:
+                for received in batch:
+                    await self._take(received)
+                await self._carry_out()
 
     async def _take(self, received: Received) -> None:
+        """Questions are answered here from the state, orders go through the core."""
         message = received.message
         match message:
             case m.Hello(kind=kind, name=name):
                 self._routes[f"{kind}:{name}"] = received.peer
                 self._seen[f"{kind}:{name}"] = self.clock.now()
                 await self._server.send(received.peer, m.Welcome(life=self._life), received.correlation)
-                await self.step(message)
+                self._decide(message, None)
             case m.Heartbeat(kind=kind, name=name):
                 await self._beat(received, f"{kind}:{name}")
             case m.StatusRequest():
                 reply = m.StatusReply(rows=tuple(self._rows(message)))
                 await self._server.send(received.peer, reply, received.correlation)
             case _:
-                self._asker = (received.peer, received.correlation)
-                await self.step(message)
-                self._asker = None
+                self._decide(message, received)
 
     async def _beat(self, received: Received, peer: str) -> None:
         """A heartbeat from a peer we do not know (we restarted, or gave it up) is asked to say hello again."""
@@ -112,26 +129,54 @@ class CellctlShell(Shell):
 
     async def step(self, event: Any) -> None:
         async with self._one_at_a_time:  # effects of one event go out before the next is decided
-            await super().step(event)
+            self._decide(event, None)
+            await self._carry_out()
+
+    def _decide(self, event: Any, asker: Received | None) -> None:
+        """Through the core and into the journal; its commands wait until the journal is on disk."""
+        now = self.clock.now()
+        commands = self.core.handle(event, now)
+        assert self.journal is not None
+        self.journal.write(now, event, commands)
+        self._must_sync = self._must_sync or isinstance(event, DURABLE)
+        self._decided.extend((command, asker) for command in commands)
         if isinstance(event, m.Goodbye):
-            self._routes.pop(f"{event.kind}:{event.name}", None)
-            self._seen.pop(f"{event.kind}:{event.name}", None)
+            self._leavers.append(f"{event.kind}:{event.name}")
         self._sample()
 
+    async def _carry_out(self) -> None:
+        decided, self._decided = self._decided, []
+        if self._must_sync and self.journal is not None:
+            self._must_sync = False
+            await asyncio.get_running_loop().run_in_executor(None, self.journal.sync)
+        for command, asker in decided:
+            if isinstance(command, WakeAt):
+                self._wake_at(command.at, self.clock.now())
+            else:
+                self._asker = asker
+                await self.perform(command)
+        for peer in self._leavers:
+            self._routes.pop(peer, None)
+            self._seen.pop(peer, None)
+        self._leavers.clear()
+
     def _sample(self) -> None:
-        row = view.timeline_row(self.core, self.clock.now())
+        """One row when a role, the phase or the step changes; else at most one per `SAMPLE_S` when the level does."""
+        core, now = self.core, self.clock.now()
+        shape = (core.changes, core.phase, core.version)
+        if shape == self._sampled[0] and now - self._sampled[1] < SAMPLE_S:
+            return
+        self._sampled = (shape, now)
+        row = view.timeline_row(core, now)
         if {**row, "at": 0} != {**self._last_sample, "at": 0}:
             self._timeline.write(orjson.dumps(row) + b"\n")
             self._last_sample = row
-
-    def is_durable(self, event: Any) -> bool:
-        return isinstance(event, DURABLE)
 
     async def perform(self, command: Any) -> None:
         match command:
             case Answer(message=message):
                 if self._asker is not None:
-                    await self._server.send(self._asker[0], message, self._asker[1])
+                    await self._server.send(self._asker.peer, message, self._asker.correlation)
             case Send(to=to, message=message):
                 for route in self._routes_to(to):
                     await self._server.send(route, self._whole(message))
@@ -195,7 +240,7 @@ async def _serve(run: RunDir) -> None:
         shell.expect([f"executor:{name}" for name in core.executors])
         await shell.step(Restart(life=life))
     log.info("cellctl life %d listens on %s, phase %s", life, server.address, core.phase)
-    for work in (shell.listen(), shell.watch_peers(config.cluster.peer_timeout_s), shell.drain_timers()):
+    for work in (shell.listen(), shell.work(), shell.watch_peers(config.cluster.peer_timeout_s), shell.drain_timers()):
         shell.spawn(work)
     try:
         await shell.stopping.wait()

@@ -1,4 +1,5 @@
-"""Executions and groups: who is dispatched, who is finished, who is tried again. Every task is done, in flight or pending, exactly one.
+"""Executions and groups: who is dispatched, who is finished, who is tried again. Every task is done, in flight or
+pending, exactly one.
 
 Pure bookkeeping; the scheduler in core.py decides when to dispatch.
 """
@@ -115,7 +116,7 @@ class Ledger:
     def finish(
         self, execution: str, outcome: Outcome, score: float | None, wall_s: float, now: float
     ) -> Execution | None:
-        """Note an outcome. Returns the next attempt if this one failed for reasons of ours and the budget allows one."""
+        """Note an outcome. Returns the next attempt if this one failed by our fault and the budget allows one."""
         done = self.in_flight.pop(execution)
         self.groups[done.group].running -= 1
         done.outcome, done.score, done.wall_s = outcome, score, wall_s

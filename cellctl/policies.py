@@ -24,7 +24,9 @@ class CellView:
 
 @dataclass(frozen=True)
 class Pool:
-    """The cells that are up, in fixed order, core first, with the sums that every event needs. Made once per change of a role."""
+    """The cells that are up, in fixed order, core first, with the sums that every event needs. Made once per change
+    of a role.
+    """
 
     cells: tuple[CellView, ...]
     serving: tuple[CellView, ...]
@@ -46,33 +48,42 @@ class Pool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """The state that decisions depend on."""
+class Rules:
+    """What does not change in a run."""
 
-    pool: Pool
-    water_level: int
-    step: int  # optimizer steps done
-    burst_end: int  # step at which the burst ends
     steps_total: int
     steps_per_burst: int
     groups_per_batch: int
-    groups_ready: int  # closed and packed, not yet trained
-    groups_open: int  # dispatched, not closed
     group_size: int = 1
     look_ahead: int = -1  # groups in the pipeline beyond the burst's own; -1 = the policy's own number
     staleness_bound: int = 0  # steps of older work that a dispatch may queue behind; 0 = no bound
     streaming: bool = True  # train groups as they come instead of whole bursts
     async_train_cells: int = 1
 
+
+@dataclass(frozen=True)
+class View:
+    """The state that decisions depend on."""
+
+    rules: Rules
+    pool: Pool
+    water_level: int
+    step: int  # optimizer steps done
+    burst_end: int  # step at which the burst ends
+    groups_ready: int  # closed and packed, not yet trained
+    groups_open: int  # dispatched, not closed
+
     @property
     def in_pipeline(self) -> int:
         return self.groups_open + self.groups_ready
 
     def bounded(self, groups: int) -> int:
-        """How many groups may go out if `groups` are wanted in the pipeline: never beyond the run's end or the staleness bound."""
-        wanted = min(groups, (self.steps_total - self.step) * self.groups_per_batch)
-        if self.staleness_bound:
-            wanted = min(wanted, (self.staleness_bound + 1) * self.groups_per_batch)
+        """How many groups may go out if `groups` are wanted in the pipeline: never beyond the run's end or the
+        staleness bound.
+        """
+        wanted = min(groups, (self.rules.steps_total - self.step) * self.rules.groups_per_batch)
+        if self.rules.staleness_bound:
+            wanted = min(wanted, (self.rules.staleness_bound + 1) * self.rules.groups_per_batch)
         return max(0, wanted - self.in_pipeline)
 
 
@@ -110,14 +121,14 @@ class _Bursts:
     replaces = False
 
     def groups_to_dispatch(self, view: View) -> int:
-        ahead = max(0, view.look_ahead)
+        ahead = max(0, view.rules.look_ahead)
         if view.step < view.burst_end or (view.in_pipeline and not ahead):
             return 0
-        return view.bounded(view.steps_per_burst * view.groups_per_batch + ahead)
+        return view.bounded(view.rules.steps_per_burst * view.rules.groups_per_batch + ahead)
 
     def burst_steps(self, view: View, dispatched: int) -> int:
-        if dispatched or (view.look_ahead > 0 and view.in_pipeline):
-            return min(view.steps_per_burst, view.steps_total - view.step)
+        if dispatched or (view.rules.look_ahead > 0 and view.in_pipeline):
+            return min(view.rules.steps_per_burst, view.rules.steps_total - view.step)
         return 0
 
 
@@ -148,10 +159,10 @@ class Elastic(_Bursts):
     def _core_stays(self, view: View) -> bool:
         """At a boundary: the next batch is ready and the other cells cover what is pending."""
         first = next(iter(view.pool.cells), None)
-        if first is None or first.role is not Role.TRAIN or view.groups_ready < view.groups_per_batch:
+        if first is None or first.role is not Role.TRAIN or view.groups_ready < view.rules.groups_per_batch:
             return False
-        pending = view.water_level + self.groups_to_dispatch(view) * view.group_size
-        return view.step < view.steps_total and sum(c.slots for c in view.pool.cells[1:]) >= pending
+        pending = view.water_level + self.groups_to_dispatch(view) * view.rules.group_size
+        return view.step < view.rules.steps_total and sum(c.slots for c in view.pool.cells[1:]) >= pending
 
 
 class Colocate(_Bursts):
@@ -171,42 +182,47 @@ class Colocate(_Bursts):
             return "no execution is in flight: the whole pool trains"
         if not view.pool.standalone_slots:
             return ""
-        steps = 1 if view.streaming else view.burst_end - view.step
-        if view.groups_ready < steps * view.groups_per_batch:
+        steps = 1 if view.rules.streaming else view.burst_end - view.step
+        if view.groups_ready < steps * view.rules.groups_per_batch:
             return ""
-        return f"{view.groups_ready} groups are ready: the pool trains, standalone engines carry {view.water_level} executions"
+        return f"{view.groups_ready} groups are ready: the pool trains, standalone engines carry {view.water_level}"
 
 
 class Async:
-    """Fixed pools: the first cells train for ever, the others serve for ever; look-ahead (one batch) bounds staleness."""
+    """Fixed pools: the first cells train for ever, the others serve for ever; look-ahead (one batch) bounds
+    staleness.
+    """
 
     name = "async"
     replaces = True
 
     def groups_to_dispatch(self, view: View) -> int:
-        ahead = view.groups_per_batch if view.look_ahead < 0 else view.look_ahead
-        return view.bounded(view.groups_per_batch + ahead)
+        ahead = view.rules.groups_per_batch if view.rules.look_ahead < 0 else view.rules.look_ahead
+        return view.bounded(view.rules.groups_per_batch + ahead)
 
     def burst_steps(self, view: View, dispatched: int) -> int:
-        return -(-dispatched // view.groups_per_batch)
+        return -(-dispatched // view.rules.groups_per_batch)
 
     def turns(self, view: View) -> list[Decision]:
         pool = view.pool
-        trainers = pool.cells[: view.async_train_cells]
-        others = pool.cells[view.async_train_cells :]
+        trainers = pool.cells[: view.rules.async_train_cells]
+        others = pool.cells[view.rules.async_train_cells :]
         back = (
             _back((c for c in others if c.role is Role.TRAIN), "serves for ever in the async policy")
             if self._astray(view)
             else []
         )
-        if view.step >= view.steps_total:
+        if view.step >= view.rules.steps_total:
             return [*back, *_back((c for c in trainers if c.role is Role.TRAIN), "the last step is done")]
         leaving = [c for c in trainers if c.role is Role.ROLLOUT] if view.in_pipeline else []
         why = "trains for ever in the async policy"
         return [*back, *(Decision(cell=c.name, to=Role.TRAIN, why=why) for c in leaving)]
 
     def _astray(self, view: View) -> bool:
-        return len(view.pool.training) > 0 and view.pool.training[-1] not in view.pool.cells[: view.async_train_cells]
+        return (
+            len(view.pool.training) > 0
+            and view.pool.training[-1] not in view.pool.cells[: view.rules.async_train_cells]
+        )
 
 
 def make(name: str, cells: int) -> tuple[Policy, str]:

@@ -1,4 +1,6 @@
-"""Feed a journal to a fresh scheduler and compare: the same events give the same commands, or the line that differs is shown."""
+"""Feed a journal to a fresh scheduler and compare: the same events give the same commands, or the line that differs
+is shown.
+"""
 
 from __future__ import annotations
 

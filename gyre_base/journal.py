@@ -1,7 +1,7 @@
-"""What a daemon's core was told and what it answered, one JSON object per line: the bug report, the replay and the restart.
+"""What a daemon's core was told and what it answered, a JSON object per line: the bug report, the replay, the restart.
 
-Bulk is never written, only its length. Append-only; a torn last line (a crash in mid-write) is cut off at the next start and kept
-beside the journal.
+Bulk is never written, only its length. Append-only; a torn last line (a crash in mid-write) is cut off at the next
+start and kept beside the journal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class Journal:
         line = orjson.dumps({"at": at, "event": wire.to_json(event), "commands": [command_json(c) for c in commands]})
         self._file.write(line + b"\n")
         if durable:
-            os.fdatasync(self._file.fileno())
+            self.sync()
+
+    def sync(self) -> None:
+        """Everything written so far is on disk when this returns. May run in a thread beside `write`."""
+        os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
         os.fsync(self._file.fileno())

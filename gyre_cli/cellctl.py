@@ -39,7 +39,9 @@ def status(run_dir: str | None, as_json: bool, watch: bool) -> None:
         rows = common.view(run_dir, "cellctl", "status")
         if watch and not as_json:
             click.clear()
-        common.print_json(rows) if as_json else common.print_tables(rows, hidden=("last_step", "now", "url", "phases_s"))
+        common.print_json(rows) if as_json else common.print_tables(
+            rows, hidden=("last_step", "now", "url", "phases_s")
+        )
         if not watch:
             return
         time.sleep(1.0)
@@ -148,9 +150,13 @@ def events(run_dir: str | None, follow: bool) -> None:
     type=click.Choice(["elastic", "colocate", "async"]),
     help="The first arm's cluster under this policy instead of the profile's arms; may be repeated.",
 )
-@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Workloads; every arm sees the same.")
+@click.option(
+    "--seeds", type=click.IntRange(1), default=5, show_default=True, help="Workloads; every arm sees the same."
+)
 @click.option("--steps", type=click.IntRange(1), help="Measured optimizer steps (default: the profile's).")
-@click.option("--durations", type=click.Path(exists=True, dir_okay=False), help="Recorded durations instead of the model.")
+@click.option(
+    "--durations", type=click.Path(exists=True, dir_okay=False), help="Recorded durations instead of the model."
+)
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture of the first workload.")
 @json_option
 @guarded
@@ -186,6 +192,55 @@ def simulate(
         common.print_json(rows)
     else:
         common.print_tables(rows, hidden=("gpu_s", "policy"))
+
+
+@main.command()
+@click.option("--gpus", type=click.IntRange(1), required=True, help="GPUs for serving and training together.")
+@click.option(
+    "--durations", type=click.Path(exists=True, dir_okay=False), help="JSON lines with hours or duration_s, and task."
+)
+@click.option(
+    "--profile", "name", default="qwengyre-122b", show_default=True, help="Laws of load, training and switching."
+)
+@click.option("--limit-h", type=float, help="Overall limit of an execution (default: the profile's).")
+@click.option(
+    "--train-node-hours",
+    type=float,
+    help="Forward and backward per optimizer step (default: the profile's per execution).",
+)
+@click.option("--memory-per-cell", type=float, default=0.0, help="GiB that one cell must hold to train.")
+@click.option("--gpu-memory", type=float, default=80.0, show_default=True, help="GiB per GPU.")
+@click.option(
+    "--staleness", type=float, default=1.5, show_default=True, help="Mean staleness that you accept, in steps."
+)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
+@json_option
+@guarded
+def plan(
+    gpus: int,
+    durations: str | None,
+    name: str,
+    limit_h: float | None,
+    train_node_hours: float | None,
+    memory_per_cell: float,
+    gpu_memory: float,
+    staleness: float,
+    seeds: int,
+    as_json: bool,
+) -> None:
+    """Cells, burst and slots for your durations, with the gain to expect; exit 1 where it is not worth it."""
+    import math
+
+    from cellctl import plan as planner
+    from cellctl.simulate import profile
+
+    site_profile, units = planner.small_site(profile.load(name), gpus, durations or "", limit_h, train_node_hours)
+    least = max(1, math.ceil(memory_per_cell / (gpu_memory * site_profile.gpus_per_node)))
+    site = planner.Site(nodes=units, least_nodes_per_cell=least, staleness=staleness, seeds=seeds)
+    row = {"gpus": gpus, "gpus_per_unit": site_profile.gpus_per_node, **planner.plan(site_profile, site)}
+    common.print_json([row]) if as_json else common.print_tables([row])
+    if not row["worth_it"]:
+        raise SystemExit(common.NO)
 
 
 if __name__ == "__main__":

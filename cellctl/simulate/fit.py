@@ -1,11 +1,12 @@
-"""Fit a profile's free numbers to three published arms and to the published durations; everything else is then a prediction.
+"""Fit a profile's free numbers to some published arms and to the published durations; everything else is then a
+prediction.
 
     python -m cellctl.simulate.fit [--profile qwengyre-122b] [--seeds N] [--sensitivity]
 
-Two stages, repeated until both hold. (1) The duration model is solved exactly for four published statistics at the current limit:
-mean of an execution, mean of a query (the longest of its executions), share of queries of 4 h or more, share of executions that the
-limit ends; the pool's mean slowdown in E0 is taken out, because the published hours were measured under load. (2) `limit_h`,
-`train_node_h` and `load_slope` are moved by Gauss-Newton until E0, C0 and A0 show the published hours in simulation.
+What is fitted to what stands in the profile (`[fit]`). Two stages, repeated. (1) The duration model is solved for the
+published statistics at the current limit; the pool's mean slowdown in the first arm is taken out, because the
+published hours were measured under load. (2) The other numbers are moved by Gauss-Newton until the fitted arms show
+the published hours in simulation.
 """
 
 from __future__ import annotations
@@ -20,25 +21,14 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from cellctl.simulate.profile import Durations, Profile, load
+from cellctl.simulate.profile import Durations, Fit, Profile, load, replaced
 from cellctl.simulate.world import World
 
 Floats = NDArray[np.float64]
-FITTED_ARMS = ("E0", "C0", "A0")
-FITTED = ("limit_h", "train_node_h", "load_slope")
-STEP = {"limit_h": 0.1, "train_node_h": 1.0, "load_slope": 0.05}
+STEP = {"limit_h": 0.1, "train_node_h": 0.05, "load_slope": 0.07}  # below 0.06: of the value
+SCALE = {"mean_h": 1.0, "query_mean_h": 1.0, "queries_from_4h": 0.05, "timed_out": 0.005, "queries_timed_out": 0.05}
 BOUNDS = {"limit_h": (4.0, 8.0), "train_node_h": (5.0, 400.0), "load_slope": (0.0, 0.8)}
 GRID = 2000
-
-
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    """Published statistics of durations."""
-
-    mean_h: float = 1.93
-    query_mean_h: float = 2.96
-    queries_from_4h: float = 0.0951
-    timed_out: float = 0.0087
 
 
 def normal_cdf(x: Floats) -> Floats:
@@ -47,10 +37,11 @@ def normal_cdf(x: Floats) -> Floats:
     t = 1.0 / (1.0 + 0.3275911 * z)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     upper = 0.5 * series * np.exp(-z * z)
-    return np.where(x >= 0, 1.0 - upper, upper)
+    below: Floats = np.where(x >= 0, 1.0 - upper, upper)
+    return below
 
 
-def statistics(d: Durations, size: int) -> Observed:
+def statistics(d: Durations, size: int) -> dict[str, float]:
     """What the model gives at nominal load, by quadrature over the task effect."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(41)
     weights = weights / weights.sum()
@@ -61,12 +52,13 @@ def statistics(d: Durations, size: int) -> Observed:
         below = normal_cdf((np.log(hours)[None, :] - centre[:, None]) / d.rollout_sigma)
         single += share * (weights[:, None] * below).sum(axis=0)
         longest += share * (weights[:, None] * below**size).sum(axis=0)
-    return Observed(
-        mean_h=float(np.trapezoid(1.0 - single, hours)),
-        query_mean_h=float(np.trapezoid(1.0 - longest, hours)),
-        queries_from_4h=float(1.0 - np.interp(4.0, hours, longest)),
-        timed_out=float(1.0 - single[-1]),
-    )
+    return {
+        "mean_h": float(np.trapezoid(1.0 - single, hours)),
+        "query_mean_h": float(np.trapezoid(1.0 - longest, hours)),
+        "queries_from_4h": float(1.0 - np.interp(4.0, hours, longest)),
+        "timed_out": float(1.0 - single[-1]),
+        "queries_timed_out": float(1.0 - longest[-1]),
+    }
 
 
 def newton(residuals: Callable[[Floats], Floats], start: Floats, step: Floats, rounds: int, tolerance: float) -> Floats:
@@ -86,23 +78,22 @@ def newton(residuals: Callable[[Floats], Floats], start: Floats, step: Floats, r
     return at
 
 
-def solve_durations(d: Durations, wanted: Observed, size: int, slowdown: float) -> Durations:
-    """The model whose statistics, under the slowdown, are the published ones. `hard_share` and `limit_h` stay as they are."""
-    names = ("median_h", "task_sigma", "rollout_sigma", "hard_factor")
-    scale = np.array([1.0, 1.0, 0.05, 0.005])
+def solve_durations(d: Durations, plan: Fit, size: int, slowdown: float) -> Durations:
+    """The model whose statistics, under the slowdown, are the observed ones; numbers that `plan` does not name stay."""
+    scale = np.array([SCALE[n] for n in plan.observed])
+    wanted = np.array(list(plan.observed.values()))
 
     def made(x: Floats) -> Durations:
-        values = dict(zip(names, (float(v) for v in np.exp(x)), strict=True))
-        return dataclasses.replace(d, **values)
+        return replaced(d, dict(zip(plan.durations, (float(v) for v in np.exp(x)), strict=True)))
 
     def residuals(x: Floats) -> Floats:
         model = made(x)
-        under_load = dataclasses.replace(model, median_h=model.median_h * slowdown)
-        got = statistics(under_load, size)
-        return np.array([a - b for a, b in zip(dataclasses.astuple(got), dataclasses.astuple(wanted), strict=True)]) / scale
+        got = statistics(dataclasses.replace(model, median_h=model.median_h * slowdown), size)
+        misses: Floats = (np.array([got[n] for n in plan.observed]) - wanted) / scale
+        return misses
 
-    start = np.log([getattr(d, n) for n in names])
-    return made(newton(residuals, start, np.full(4, 0.01), rounds=40, tolerance=1e-4))
+    start = np.log([getattr(d, n) for n in plan.durations])
+    return made(newton(residuals, start, np.full(len(start), 0.01), rounds=40, tolerance=1e-4))
 
 
 def mean_hours(profile: Profile, arm: str, seeds: int) -> float:
@@ -118,30 +109,38 @@ def slowdown_in(profile: Profile, arm: str, seeds: int) -> float:
     return fmean(ratios)
 
 
-def bounded(values: Floats) -> dict[str, float]:
-    return {n: min(max(float(v), BOUNDS[n][0]), BOUNDS[n][1]) for n, v in zip(FITTED, values, strict=True)}
+def bounded(names: tuple[str, ...], values: Floats) -> dict[str, float]:
+    return {n: min(max(float(v), BOUNDS[n][0]), BOUNDS[n][1]) for n, v in zip(names, values, strict=True)}
 
 
-def fit(profile: Profile, wanted: Observed, seeds: int, rounds: int = 3) -> Profile:
+def fit(profile: Profile, seeds: int, rounds: int = 3) -> Profile:
     """The fitted profile; progress on stderr."""
     for round_ in range(rounds):
-        slowdown = slowdown_in(profile, "E0", seeds)
-        current = profile
-
-        def with_values(values: Floats, current: Profile = current, slowdown: float = slowdown) -> Profile:
-            changed = current.changed(**bounded(values))
-            solved = solve_durations(changed.durations, wanted, changed.group_size, slowdown)
-            return dataclasses.replace(changed, durations=solved)
-
-        def residuals(values: Floats, make: Callable[[Floats], Profile] = with_values) -> Floats:
-            made = make(values)
-            return np.array([mean_hours(made, a, seeds) - made.arm(a).hours for a in FITTED_ARMS])
-
-        start = np.array([profile.durations.limit_h, profile.laws.train_node_h, profile.laws.load_slope])
-        best = newton(residuals, start, np.array([STEP[n] for n in FITTED]), rounds=2, tolerance=0.02)
-        profile = with_values(best)
-        print(f"round {round_}: slowdown {slowdown:.4f} {bounded(best)} {profile.durations}", file=sys.stderr)
+        slowdown = slowdown_in(profile, profile.arms[0].name, seeds)
+        values = _fit_hours(profile, slowdown, seeds)
+        profile = _with(profile, values, slowdown)
+        print(f"round {round_}: slowdown {slowdown:.4f} {values} {profile.durations}", file=sys.stderr)
     return profile
+
+
+def _with(profile: Profile, values: dict[str, float], slowdown: float) -> Profile:
+    changed = profile.changed(**values)
+    return dataclasses.replace(
+        changed, durations=solve_durations(changed.durations, profile.fit, profile.group_size, slowdown)
+    )
+
+
+def _fit_hours(profile: Profile, slowdown: float, seeds: int) -> dict[str, float]:
+    plan = profile.fit
+
+    def residuals(values: Floats) -> Floats:
+        made = _with(profile, bounded(plan.numbers, values), slowdown)
+        return np.array([mean_hours(made, a, seeds) - made.arm(a).hours for a in plan.arms])
+
+    now = {**dataclasses.asdict(profile.durations), **dataclasses.asdict(profile.laws)}
+    start = np.array([now[n] for n in plan.numbers])
+    step = np.array([STEP[n] * (start[i] if STEP[n] < 0.06 else 1.0) for i, n in enumerate(plan.numbers)])
+    return bounded(plan.numbers, newton(residuals, start, step, rounds=2, tolerance=0.02))
 
 
 def sensitivity(profile: Profile, seeds: int) -> list[dict[str, object]]:
@@ -168,10 +167,14 @@ def main() -> None:
         for row in sensitivity(profile, given.seeds):
             print(json.dumps(row))
         return
-    fitted = fit(profile, Observed(), given.seeds)
+    fitted = fit(profile, given.seeds)
     print(json.dumps({"durations": dataclasses.asdict(fitted.durations), "laws": dataclasses.asdict(fitted.laws)}))
     for arm in fitted.arms:
-        print(json.dumps({"arm": arm.name, "hours": round(mean_hours(fitted, arm.name, given.seeds), 3), "published": arm.hours}))
+        print(
+            json.dumps(
+                {"arm": arm.name, "hours": round(mean_hours(fitted, arm.name, given.seeds), 3), "published": arm.hours}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -21,12 +21,15 @@ def draw(worlds: list[World]) -> str:
         parts.extend(_arm(world, top, scale))
         top += len(world.nodes) * ROW + LEVEL + GAP
     legend = _legend(top)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top + 30}" font-family="sans-serif" font-size="11">'
+    size = f'width="{WIDTH}" height="{top + 30}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, *legend, "</svg>"]) + "\n"
 
 
 def _arm(world: World, top: int, scale: float) -> list[str]:
-    title = f"{world.arm.name} ({world.arm.policy}): {world.now / 3600:.2f} h, idle {100 * world.meter.idle_share():.1f} %"
+    title = (
+        f"{world.arm.name} ({world.arm.policy}): {world.now / 3600:.2f} h, idle {100 * world.meter.idle_share():.1f} %"
+    )
     out = [f'<text x="{LEFT}" y="{top - 6}" font-weight="bold">{escape(title)}</text>']
     assert world.trace is not None
     for index, cell in enumerate(world.nodes):

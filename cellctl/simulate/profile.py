@@ -11,14 +11,18 @@ import typing
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gyre_base.config import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Hours of an execution at nominal load: exp(median + task effect + rollout effect), some tasks harder by a factor."""
+    """Hours of an execution at nominal load: exp(median + task effect + rollout effect), some tasks harder by a
+    factor.
+    """
 
     median_h: float = 1.8
     task_sigma: float = 0.2
@@ -36,19 +40,23 @@ class Laws:
 
     train_node_h: float = 19.0  # node-hours of forward and backward per optimizer step
     load_slope: float = 0.2  # an execution takes 1 + slope * (load - 1) of its nominal time; load = executions / slots
+    load_floor: float = 0.5  # below this load decoding gets no faster
     slots_per_node: float = 16.0
-    micro_steps_per_group: int = 16
+    replica_nodes: int = 4  # nodes that compute one micro-step together: a larger cell computes several at once
+    size_share: float = 0.0  # of a micro-step's cost that grows with its execution's hours; the rest is equal
     drain_s: float = 1.5  # part of to_train_s: routing away and aborting
     to_train_s: float = 8.52
     to_rollout_s: float = 3.46
     join_s: float = 2.0  # a satellite pulls the parameters before its first micro-step
-    step_s: float = 20.0  # gradients to the core, optimizer step, publishing
+    step_s: float = 30.0  # gradients to the core, optimizer step, publishing
     pack_s: float = 5.0  # a closed group until its micro-steps can be claimed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to share the nodes. `hours` are the published ones; `source`: fitted, published or derived (from percentages)."""
+    """One way to share the nodes. `hours` are the published ones; `source`: fitted, published or derived (from
+    percentages).
+    """
 
     name: str
     policy: str
@@ -60,6 +68,18 @@ class Arm:
     streaming: bool = True
     hours: float = 0.0
     source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What `python -m cellctl.simulate.fit` moves, and towards what: the arms' published hours and the published
+    statistics.
+    """
+
+    arms: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()  # of durations and laws, as many as arms
+    durations: tuple[str, ...] = ()  # solved for the statistics, as many as there are
+    observed: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +95,7 @@ class Profile:
     durations: Durations = field(default_factory=Durations)
     laws: Laws = field(default_factory=Laws)
     arms: tuple[Arm, ...] = ()
+    fit: Fit = field(default_factory=Fit)
 
     def arm(self, name: str) -> Arm:
         for one in self.arms:
@@ -88,9 +109,14 @@ class Profile:
         laws = {k: v for k, v in values.items() if k in _names(Laws)}
         return dataclasses.replace(
             self,
-            durations=dataclasses.replace(self.durations, **durations),
-            laws=dataclasses.replace(self.laws, **laws),
+            durations=replaced(self.durations, durations),
+            laws=replaced(self.laws, laws),
         )
+
+
+def replaced(instance: T, values: dict[str, float]) -> T:
+    """`dataclasses.replace` with names that are only known at run time."""
+    return dataclasses.replace(instance, **typing.cast("dict[str, Any]", values))  # type: ignore[type-var]
 
 
 def _names(cls: Any) -> set[str]:
@@ -121,7 +147,9 @@ def from_tree(tree: dict[str, Any]) -> Profile:
     arms = tuple(_build(Arm, {"name": name, **body}, f"arms.{name}") for name, body in tree.pop("arms", {}).items())
     durations = _build(Durations, tree.pop("durations", {}), "durations")
     laws = _build(Laws, tree.pop("laws", {}), "laws")
-    return _build(Profile, {**tree, "durations": durations, "laws": laws, "arms": arms}, "")
+    fit = _build(Fit, tree.pop("fit", {}), "fit")
+    made: Profile = _build(Profile, {**tree, "durations": durations, "laws": laws, "arms": arms, "fit": fit}, "")
+    return made
 
 
 def _build(cls: Any, tree: dict[str, Any], where: str) -> Any:

@@ -16,7 +16,9 @@ def worlds(profile: Profile, arm: Arm, seeds: int) -> list[World]:
 
 
 def rows(profile: Profile, arms: list[Arm], seeds: int) -> Iterator[dict[str, Any]]:
-    """One per arm; every figure is a mean over seeds, `speedup` compares the first arm with this one on the same workloads."""
+    """One per arm; every figure is a mean over seeds, `speedup` compares the first arm with this one on the same
+    workloads.
+    """
     first: list[float] = []
     for arm in arms:
         done = worlds(profile, arm, seeds)
@@ -51,7 +53,9 @@ def row(profile: Profile, arm: Arm, done: list[World]) -> dict[str, Any]:
 
 
 def with_policy(profile: Profile, policies: tuple[str, ...]) -> list[Arm]:
-    """The first arm's cluster under other policies: for a user's own profile, which has one arm or none of these names."""
+    """The first arm's cluster under other policies: for a user's own profile, which has one arm or none of these
+    names.
+    """
     base = profile.arms[0]
     total = sum(base.nodes)
     train = max(1, round(0.375 * len(base.nodes)))

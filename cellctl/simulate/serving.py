@@ -1,8 +1,8 @@
 """All serving cells as one pool: executions in flight advance together, slower the more of them share a slot.
 
-The law: an execution takes 1 + slope * (load - 1) of its nominal time, load = executions / slots of the serving cells. `work`
-is the pool's own clock, in nominal seconds done per execution; an end is due when that clock reaches it. With no cell serving
-both clocks stand still: the wait is the infrastructure's and no limit counts it.
+The law: an execution takes 1 + slope * (max(load, floor) - 1) of its nominal time, load = executions / slots of the
+serving cells. `work` is the pool's own clock, in nominal seconds done per execution; an end is due when that clock
+reaches it. With no cell serving both clocks stand still: the wait is the infrastructure's and no limit counts it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ NEVER = float("inf")
 class Serving:
     """`advance` to a time, then read or change; `next_end()` says when the next execution ends if nothing changes."""
 
-    def __init__(self, slope: float, limit_s: float) -> None:
-        self._slope, self._limit_s = slope, limit_s
-        self.slots = 0.0
+    def __init__(self, slope: float, floor: float, limit_s: float) -> None:
+        self._slope, self._floor, self._limit_s = slope, floor, limit_s
+        self.slots = 0
+        self.load = 0.0  # executions / slots
+        self._rate = 0.0  # nominal seconds per second
         self.now = self._work = self._clock = 0.0
         self._ends: list[tuple[float, str]] = []
         self._limits: deque[tuple[float, str]] = deque()
         self.running: set[str] = set()
         self._wall_s = self._nominal_s = 0.0  # summed over executions
 
-    @property
-    def load(self) -> float:
-        return len(self.running) / self.slots if self.slots else 0.0
+    def add_slots(self, slots: int) -> None:
+        """A cell begins to serve, or with a negative number ends."""
+        self.slots += slots
+        self._changed()
 
-    def rate(self) -> float:
-        """Nominal seconds per second."""
-        if not self.slots:
-            return 0.0
-        return 1.0 / max(0.05, 1.0 + self._slope * (self.load - 1.0))
+    def _changed(self) -> None:
+        self.load = len(self.running) / self.slots if self.slots else 0.0
+        slowdown = max(0.05, 1.0 + self._slope * (max(self.load, self._floor) - 1.0))
+        self._rate = 1.0 / slowdown if self.slots else 0.0
 
     def mean_slowdown(self) -> float:
         """Seconds that executions took over the nominal seconds they did."""
@@ -42,7 +44,7 @@ class Serving:
     def advance(self, now: float) -> None:
         passed = now - self.now
         if passed > 0.0 and self.slots:
-            done = passed * self.rate()
+            done = passed * self._rate
             self._work += done
             self._nominal_s += done * len(self.running)
             self._wall_s += passed * len(self.running)
@@ -51,6 +53,7 @@ class Serving:
 
     def start(self, execution: str, work_s: float) -> None:
         self.running.add(execution)
+        self._changed()
         heapq.heappush(self._ends, (self._work + work_s, execution))
         self._limits.append((self._clock + self._limit_s, execution))
 
@@ -58,16 +61,17 @@ class Serving:
         if not self.slots or not self.running:
             return NEVER
         self._forget()
-        due = self.now + max(0.0, self._ends[0][0] - self._work) / self.rate()
+        due = self.now + max(0.0, self._ends[0][0] - self._work) / self._rate
         return min(due, self.now + max(0.0, self._limits[0][0] - self._clock))
 
     def end(self) -> tuple[str, bool]:
         """The execution that ends now, and whether the limit ended it. Call it at the time `next_end` gave."""
         self._forget()
-        by_work = max(0.0, self._ends[0][0] - self._work) / self.rate()
+        by_work = max(0.0, self._ends[0][0] - self._work) / self._rate
         timed_out = self._limits[0][0] - self._clock < by_work
         execution = self._limits[0][1] if timed_out else self._ends[0][1]
         self.running.discard(execution)
+        self._changed()
         return execution, timed_out
 
     def _forget(self) -> None:

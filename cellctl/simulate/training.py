@@ -1,7 +1,7 @@
 """Batches, micro-steps, joins and optimizer steps as trajd and the ranks do them, in virtual time.
 
-A batch is the next B packed groups in the order in which they were packed. Cells in training claim one micro-step at a time; a
-satellite joins only while the batch has micro-steps left; the core steps when all are computed.
+A batch is the next B packed groups in the order in which they were packed. Cells in training claim one micro-step at
+a time; a satellite joins only while the batch has micro-steps left; the core steps when all are computed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,23 @@ class Batch:
     """The open batch: groups taken so far, micro-steps not yet claimed, micro-steps being computed."""
 
     dispatched: list[int] = field(default_factory=list)  # step at which each group was dispatched
-    unclaimed: int = 0
+    unclaimed: deque[float] = field(default_factory=deque)  # node-seconds of each micro-step
     computing: int = 0
 
 
 @dataclass
 class Rank:
-    """A cell as a trainer. `busy_until` is the end of the micro-step in hand."""
+    """A cell as a trainer. `busy_until` is the end of the last micro-step in hand."""
 
-    nodes: int
+    replica_nodes: float
+    free: int  # replicas without a micro-step
     joined: bool = False
-    busy: bool = False
     busy_until: float = 0.0
+
+
+def _rank(nodes: int, replica_nodes: int) -> Rank:
+    replicas = max(1, nodes // replica_nodes)
+    return Rank(replica_nodes=nodes / replicas, free=replicas)
 
 
 class Training:
@@ -53,18 +58,24 @@ class Training:
         timers: Timers,
         stepped: Callable[[float], None],
     ) -> None:
-        self._laws, self._size, self._streaming, self._timers, self._stepped = laws, groups_per_batch, streaming, timers, stepped
+        self._laws, self._size, self._streaming, self._timers, self._stepped = (
+            laws,
+            groups_per_batch,
+            streaming,
+            timers,
+            stepped,
+        )
         self._core = next(iter(nodes))
-        self.ranks = {name: Rank(n) for name, n in nodes.items()}
-        self._per_micro_step_s = laws.train_node_h * 3600.0 / (groups_per_batch * laws.micro_steps_per_group)
-        self._ready: deque[int] = deque()
+        self.ranks = {name: _rank(n, laws.replica_nodes) for name, n in nodes.items()}
+        self._ready: deque[tuple[int, list[float]]] = deque()
         self._batch = Batch()
         self._stepping = False
         self.step = 0
-        self.busy_nodes = 0
+        self.busy_nodes = 0.0
 
-    def packed(self, dispatched_step: int) -> None:
-        self._ready.append(dispatched_step)
+    def packed(self, dispatched_step: int, micro_steps: list[float]) -> None:
+        """A group can be claimed: the step at its dispatch, the node-seconds of its micro-steps."""
+        self._ready.append((dispatched_step, micro_steps))
         self._pump()
 
     def join(self, cell: str) -> None:
@@ -81,7 +92,7 @@ class Training:
         """Claims no more. Returns seconds until the micro-step in hand is computed."""
         rank = self.ranks[cell]
         rank.joined = False
-        return max(0.0, rank.busy_until - now) if rank.busy else 0.0
+        return max(0.0, rank.busy_until - now)
 
     def _pump(self) -> None:
         if self._stepping:
@@ -89,7 +100,7 @@ class Training:
         self._take()
         if self._batch.unclaimed:
             for rank in self.ranks.values():
-                if rank.joined and not rank.busy and self._batch.unclaimed:
+                while rank.joined and rank.free and self._batch.unclaimed:
                     self._compute(rank)
         batch = self._batch
         closed = len(batch.dispatched) == self._size and not batch.unclaimed and not batch.computing
@@ -102,20 +113,20 @@ class Training:
         if not (self._streaming or len(self._ready) >= self._size):
             return
         while self._ready and len(batch.dispatched) < self._size:
-            batch.dispatched.append(self._ready.popleft())
-            batch.unclaimed += self._laws.micro_steps_per_group
+            dispatched, micro_steps = self._ready.popleft()
+            batch.dispatched.append(dispatched)
+            batch.unclaimed.extend(micro_steps)
 
     def _compute(self, rank: Rank) -> None:
-        seconds = self._per_micro_step_s / rank.nodes
-        self._batch.unclaimed -= 1
+        seconds = self._batch.unclaimed.popleft() / rank.replica_nodes
         self._batch.computing += 1
-        self.busy_nodes += rank.nodes
-        rank.busy = True
-        rank.busy_until = self._timers.now + seconds
+        self.busy_nodes += rank.replica_nodes
+        rank.free -= 1
+        rank.busy_until = max(rank.busy_until, self._timers.now + seconds)
 
         def computed() -> None:
-            rank.busy = False
-            self.busy_nodes -= rank.nodes
+            rank.free += 1
+            self.busy_nodes -= rank.replica_nodes
             self._batch.computing -= 1
             self._pump()
 

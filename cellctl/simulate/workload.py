@@ -1,7 +1,7 @@
 """How long executions take: a two-level log-normal model, or recorded durations.
 
-A recorded file is JSON lines with `hours` (or `duration_s`, `wall_s`) and, if known, `task`: with tasks, a group draws from one
-task's executions, so that siblings stay alike; without, every execution draws from all.
+A recorded file is JSON lines with `hours` (or `duration_s`, `wall_s`) and, if known, `task`: with tasks, a group
+draws from one task's executions, so that siblings stay alike; without, every execution draws from all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PER_HOUR = {"hours": 1.0, "duration_h": 1.0, "duration_s": 1 / 3600, "wall_s": 1
 class Workload(Protocol):
     """`group(serial)` is the same in every arm that has the same seed."""
 
+    mean_h: float
+
     def group(self, serial: int, size: int) -> list[float]:
         """Nominal hours of the executions of one group."""
         ...
@@ -32,12 +34,16 @@ class TwoLevel:
 
     def __init__(self, durations: Durations, seed: int) -> None:
         self._d, self._seed = durations, seed
+        spread = math.exp((durations.task_sigma**2 + durations.rollout_sigma**2) / 2.0)
+        self.mean_h = durations.median_h * spread * (1.0 + durations.hard_share * (durations.hard_factor - 1.0))
 
     def group(self, serial: int, size: int) -> list[float]:
         d = self._d
         chance = np.random.default_rng((self._seed, serial))
         hard, draws = chance.random(), chance.standard_normal(size + 1)
-        task = math.log(d.median_h) + d.task_sigma * draws[0] + (math.log(d.hard_factor) if hard < d.hard_share else 0.0)
+        task = (
+            math.log(d.median_h) + d.task_sigma * draws[0] + (math.log(d.hard_factor) if hard < d.hard_share else 0.0)
+        )
         hours = np.exp(task + d.rollout_sigma * draws[1:])
         return [float(h) for h in (np.minimum(hours, d.harness_limit_h) if d.harness_limit_h else hours)]
 
@@ -47,6 +53,7 @@ class Recorded:
 
     def __init__(self, tasks: list[list[float]], seed: int) -> None:
         self._tasks, self._seed = tasks, seed
+        self.mean_h = sum(sum(t) / len(t) for t in tasks) / len(tasks)
 
     def group(self, serial: int, size: int) -> list[float]:
         chance = np.random.default_rng((self._seed, serial))

@@ -1,6 +1,7 @@
 """One run of one arm: the real scheduler core in virtual time, its commands carried out by models.
 
-No message is lost here and every command is answered, so the core's own alarms (`WakeAt`) are left out: a year fits in a minute.
+No message is lost here and every command is answered, so the core's own alarms (`WakeAt`) are left out: a year fits
+in a minute.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ class World:
         self.step_times: list[float] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
+        self._per_execution_s = self.laws.train_node_h * 3600.0 / (profile.groups_per_batch * profile.group_size)
         self._work = workload.make(profile.durations, seed)
         self._hours: dict[str, list[float]] = {}
-        self.serving = Serving(profile.laws.load_slope, profile.durations.limit_h * 3600.0)
+        self.serving = Serving(self.laws.load_slope, self.laws.load_floor, profile.durations.limit_h * 3600.0)
         names = [f"c{i}" for i in range(len(arm.nodes))]
         self.nodes = dict(zip(names, arm.nodes, strict=True))
         self.roles = dict.fromkeys(names, Role.ROLLOUT)
@@ -102,7 +104,7 @@ class World:
         self._begin(scheduler_tree(profile, arm, seed))
 
     def _begin(self, tree: dict[str, Any]) -> None:
-        self.serving.slots = sum(tree["scheduler"]["cell_slots"])
+        self.serving.add_slots(sum(tree["scheduler"]["cell_slots"]))
         self._slots = dict(zip(self.nodes, tree["scheduler"]["cell_slots"], strict=True))
         self.feed(Start(config=tree, train=TASKS, heldout=()))
         for kind in ("proxyd", "trajd"):
@@ -122,7 +124,8 @@ class World:
             end = self.serving.next_end()
             timer = self._queue[0][0] if self._queue else math.inf
             if min(end, timer) == math.inf or self.events > limit:
-                raise Stuck(f"arm {self.arm.name}: step {len(self.step_times)} of {self.profile.steps} at {self.now / 3600:.2f} h")
+                done = f"step {len(self.step_times)} of {self.profile.steps}"
+                raise Stuck(f"arm {self.arm.name}: {done} at {self.now / 3600:.2f} h")
             self._advance(min(end, timer))
             if end <= timer:
                 self._end_one()
@@ -136,7 +139,9 @@ class World:
             by = self._by_role
             busy = self.training.busy_nodes
             turning = by[Role.TO_TRAIN] + by[Role.TO_ROLLOUT]
-            self.meter.advance(to, by[Role.ROLLOUT], self.serving.load, by[Role.TRAIN], min(busy, by[Role.TRAIN]), turning)
+            self.meter.advance(
+                to, by[Role.ROLLOUT], self.serving.load, by[Role.TRAIN], min(busy, by[Role.TRAIN]), turning
+            )
             self.now = to
         self.serving.advance(to)
 
@@ -170,19 +175,22 @@ class World:
         if closed.group in self._packing:
             return
         self._packing.add(closed.group)
-        self._hours.pop(closed.group, None)
-        count = len(closed.executions)
+        costs = [self._cost_s(h) for h in self._hours.pop(closed.group)]
         dispatched = PolicyVersion.parse(closed.dispatched_version).step
 
         def packed() -> None:
             self._packing.discard(closed.group)
-            micro_steps = self.laws.micro_steps_per_group
-            self.feed(
-                m.GroupPacked(group=closed.group, enough=True, counted=count, micro_steps=micro_steps, owned_tokens=1)
-            )
-            self.training.packed(dispatched)
+            count = len(costs)
+            self.feed(m.GroupPacked(group=closed.group, enough=True, counted=count, micro_steps=count, owned_tokens=1))
+            self.training.packed(dispatched, costs)
 
         self.at(self.laws.pack_s, packed)
+
+    def _cost_s(self, hours: float) -> float:
+        """Node-seconds to train one execution: longer ones have more tokens."""
+        share = self.laws.size_share
+        relative = 1.0 - share + share * min(hours, self.profile.durations.limit_h) / self._work.mean_h
+        return self._per_execution_s * relative
 
     # ---- cells ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +200,7 @@ class World:
         self._by_role[role] += nodes
         self.roles[cell] = role
         if (before is Role.ROLLOUT) != (role is Role.ROLLOUT):
-            self.serving.slots += self._slots[cell] if role is Role.ROLLOUT else -self._slots[cell]
+            self.serving.add_slots(self._slots[cell] if role is Role.ROLLOUT else -self._slots[cell])
         if self.trace is not None:
             self.trace.roles.append((self.now, cell, role))
 
@@ -207,7 +215,9 @@ class World:
             return
         to = Role.TO_TRAIN if self.core.cells[order.cell].role is Role.TO_TRAIN else Role.TO_ROLLOUT
         self._set_role(order.cell, to)
-        done = m.CellDrained(cell=order.cell, epoch=order.epoch, moved=0, moved_mid_generation=0, seconds=self.laws.drain_s)
+        done = m.CellDrained(
+            cell=order.cell, epoch=order.epoch, moved=0, moved_mid_generation=0, seconds=self.laws.drain_s
+        )
         self.at(self.laws.drain_s, lambda: self.feed(done))
 
     def _flip(self, order: m.FlipCell) -> None:
@@ -232,9 +242,7 @@ class World:
     def _trains(self, order: m.FlipCell) -> None:
         self._set_role(order.cell, Role.TRAIN)
         self.training.join(order.cell)
-        self.feed(
-            m.RoleChanged(cell=order.cell, role=Role.TRAIN, epoch=order.epoch, version=f"0.{self.training.step}")
-        )
+        self.feed(m.RoleChanged(cell=order.cell, role=Role.TRAIN, epoch=order.epoch, version=f"0.{self.training.step}"))
 
     def _serves(self, cell: str, epoch: int, version: str) -> None:
         self._set_role(cell, Role.ROLLOUT)
