@@ -49,7 +49,18 @@ def quickstart(options: tuple[str, ...], seed: int, steps: int | None, folder: P
     """summary.json of one run plus the mean gradient norm; None if it failed (its words are on stderr)."""
     root = folder / "run"
     shutil.rmtree(root, ignore_errors=True)
-    command = [sys.executable, "-m", "gyre_cli.gyre", "quickstart", "--run", str(root), "--seed", str(seed), "--json", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "gyre_cli.gyre",
+        "quickstart",
+        "--run",
+        str(root),
+        "--seed",
+        str(seed),
+        "--json",
+        *options,
+    ]
     if steps is not None:
         command += ["--steps", str(steps)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

@@ -73,7 +73,9 @@ class Server:
     def start(self, extra: dict[str, Any] | None = None) -> None:
         """Bind and publish. Call inside the running loop."""
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OnlyOurKey(zmq.utils.z85.encode(zmq.utils.z85.decode(self._keys.client_public))))
+        self._authenticator.configure_curve_callback(
+            "*", _OnlyOurKey(zmq.utils.z85.encode(zmq.utils.z85.decode(self._keys.client_public)))
+        )
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
@@ -86,9 +88,7 @@ class Server:
         except zmq.ZMQError as error:
             raise cannot_listen(self._bind, error.strerror) from None
         self.address = f"tcp://{self._bind}:{port}"
-        self._run.publish(
-            EndpointFile(self._name, self._kind, self.address, self._life, os.getpid(), extra or {})
-        )
+        self._run.publish(EndpointFile(self._name, self._kind, self.address, self._life, os.getpid(), extra or {}))
 
     async def __aiter__(self) -> AsyncIterator[Received]:
         while True:
@@ -194,7 +194,9 @@ class Client:
                 done, _ = await asyncio.wait([future], timeout=wait)
                 if done:
                     return future.result()
-            raise NoAnswer(f"{self.server} does not answer (waited {timeout_s:g} s); see log/{self.server}.log in {self._run.root}")
+            raise NoAnswer(
+                f"{self.server} does not answer (waited {timeout_s:g} s); see log/{self.server}.log in {self._run.root}"
+            )
         finally:
             self._waiting.pop(number, None)
 

@@ -63,7 +63,9 @@ class RunDir:
         """An existing run. Raises RunDirError if there is none."""
         run = cls(root)
         if not (run.root / "run.json").is_file():
-            raise RunDirError(f"{run.root} is not a run directory (no run.json); start one with `gyre up` or name it with --run")
+            raise RunDirError(
+                f"{run.root} is not a run directory (no run.json); start one with `gyre up` or name it with --run"
+            )
         return run
 
     def path(self, *parts: str) -> Path:
@@ -103,7 +105,9 @@ class RunDir:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(descriptor, 32, 0).decode() or "unknown"
-                raise RunLocked(f"{daemon} already runs for {self.root} (pid {holder}); stop it with `gyre stop`") from None
+                raise RunLocked(
+                    f"{daemon} already runs for {self.root} (pid {holder}); stop it with `gyre stop`"
+                ) from None
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             yield

@@ -84,7 +84,9 @@ def ask(run_dir: str | None, server: str, message: Any, timeout_s: float = 4.0) 
     return asyncio.run(question())
 
 
-def view(run_dir: str | None, server: str, what: str, argument: str = "", timeout_s: float = 4.0) -> list[dict[str, Any]]:
+def view(
+    run_dir: str | None, server: str, what: str, argument: str = "", timeout_s: float = 4.0
+) -> list[dict[str, Any]]:
     """Rows of one view. Exits 2 for a view or argument that the daemon does not know."""
     from gyre_base import messages as m
 

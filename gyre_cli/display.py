@@ -78,9 +78,13 @@ class Display:
         for row in rows[1:]:
             if "cell" in row:
                 style = ROLE_STYLE.get(row["role"], "red")
-                cells.add_row(row["cell"], Text(row["role"], style=style), f"{row['since_s']:.0f} s", row["version"], row["why"])
+                cells.add_row(
+                    row["cell"], Text(row["role"], style=style), f"{row['since_s']:.0f} s", row["version"], row["why"]
+                )
         level = Text.assemble(
-            ("water level ", ""), (f"{run['water_level']:>4}", "cyan"), (f" of {run['serving_slots']} serving slots", "")
+            ("water level ", ""),
+            (f"{run['water_level']:>4}", "cyan"),
+            (f" of {run['serving_slots']} serving slots", ""),
         )
         score = Text(f"score of the last groups {format_score(run['score'])}  {spark(self._scores[-60:])}")
         bar = Table.grid()  # a grid ends its line, a bare bar does not

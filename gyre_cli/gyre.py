@@ -37,8 +37,17 @@ def init(path: Path) -> None:
 
 
 @main.command()
-@click.option("--config", "config_file", default="gyre.toml", show_default=True, type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--run", "run_dir", default="runs/run", show_default=True, metavar="DIR", help="Run directory; an existing run goes on.")
+@click.option(
+    "--config", "config_file", default="gyre.toml", show_default=True, type=click.Path(dir_okay=False, path_type=Path)
+)
+@click.option(
+    "--run",
+    "run_dir",
+    default="runs/run",
+    show_default=True,
+    metavar="DIR",
+    help="Run directory; an existing run goes on.",
+)
 @guarded
 def up(config_file: Path, run_dir: str) -> None:
     """Start all daemons of a run on this machine and stay until it is done. INT or TERM stops it; `gyre up` again goes on."""
@@ -49,12 +58,21 @@ def up(config_file: Path, run_dir: str) -> None:
 
 
 @main.command("quickstart")
-@click.option("--run", "run_dir", default="runs/quickstart", show_default=True, metavar="DIR", help="Run directory; an unfinished run goes on.")
+@click.option(
+    "--run",
+    "run_dir",
+    default="runs/quickstart",
+    show_default=True,
+    metavar="DIR",
+    help="Run directory; an unfinished run goes on.",
+)
 @click.option("--steps", type=click.IntRange(1), help="Optimizer steps (default: as examples/quickstart/gyre.toml).")
 @click.option("--policy", type=click.Choice(["elastic", "colocate", "async"]), help="How cells are shared.")
 @click.option("--seed", type=int, help="Order of tasks and of chance.")
 @click.option("--heldout", type=click.IntRange(0), help="Held-out tasks measured before and after (0 = none).")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any configuration key, such as trajectories.jmax=1.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any configuration key, such as trajectories.jmax=1."
+)
 @click.option("--fresh", is_flag=True, help="Remove an earlier run of this name first.")
 @click.option("--quiet", is_flag=True, help="No live display.")
 @json_option

@@ -147,7 +147,14 @@ def train_warm_start(display: Display, work: Path, transcripts: Path) -> None:
     command += ["--tokenizer", str(EXAMPLE / "tokenizer"), "--seed", str(WARM_START_SEED)]
     command += ["--threads", "2"]  # always two: the same thread count gives the same weights
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=die_with_parent) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=die_with_parent,
+    ) as process:
         assert process.stderr is not None
         words: list[str] = []
         for line in process.stderr:
@@ -170,7 +177,14 @@ def cache_folder() -> Path:
 
 def digest_of_sources() -> str:
     """What the checkpoint depends on; another source makes another checkpoint."""
-    names = ("teacher.py", "make_tasks.py", "harness.py", "rendering.py", "tokenizer/tokenizer.json", "tokenizer/chat_template.jinja")
+    names = (
+        "teacher.py",
+        "make_tasks.py",
+        "harness.py",
+        "rendering.py",
+        "tokenizer/tokenizer.json",
+        "tokenizer/chat_template.jinja",
+    )
     files = [EXAMPLE / name for name in names] + [ROOT / "celld" / "warmstart.py", ROOT / "celld" / "tiny" / "model.py"]
     total = hashlib.sha256(str(WARM_START_SEED).encode())
     for path in files:
@@ -241,5 +255,3 @@ def print_summary(summary: dict[str, Any]) -> None:
     for what, value in report.lines(summary):
         table.add_row(Text(what), Text(value))
     Console().print(table)
-
-

@@ -17,7 +17,9 @@ from gyre_base.rundir import RunDir
 SCORE_WINDOW = 8  # groups of which the training curve shows the mean
 
 
-def gather(run: RunDir, config: Config, status: dict[str, Any], results: list[dict[str, Any]], trajd: dict[str, Any]) -> dict[str, Any]:
+def gather(
+    run: RunDir, config: Config, status: dict[str, Any], results: list[dict[str, Any]], trajd: dict[str, Any]
+) -> dict[str, Any]:
     """The summary as one flat object; every value is measured in this run."""
     tables = {row["kind"]: row["rows"] for row in results}
     steps = latest_by_step(tables["steps"])
@@ -49,7 +51,10 @@ def gather(run: RunDir, config: Config, status: dict[str, Any], results: list[di
         "context_mismatches": total_of(steps, "context_mismatches"),
         "weights_sum_min": min((s["weights_sum"] for s in steps if "weights_sum" in s), default=None),
         "weights_sum_max": max((s["weights_sum"] for s in steps if "weights_sum" in s), default=None),
-        **{key: trajd.get(key) for key in ("tokens_recorded", "tokens_stored", "tokens_trained", "tokens_trained_twice")},
+        **{
+            key: trajd.get(key)
+            for key in ("tokens_recorded", "tokens_stored", "tokens_trained", "tokens_trained_twice")
+        },
         "trained_share_by_class": trajd.get("trained_by_class"),
         "seconds": phase_seconds(run.path("metrics", "timeline.jsonl")),
     }
@@ -132,12 +137,21 @@ def lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     switches = "; ".join(f"to {to}: {v['n']} of median {v['median']:.2f} s" for to, v in s["switch_s"].items())
     return [
         ("policy", f"{s['policy']} {s['policy_note']}".strip()),
-        (f"held-out pass rate, sampled (n={s['heldout_pass_tasks_after']})", change(s["heldout_pass_before"], s["heldout_pass_after"])),
-        (f"held-out pass rate, greedy (n={s['heldout_greedy_tasks_after']})", change(s["heldout_greedy_before"], s["heldout_greedy_after"])),
+        (
+            f"held-out pass rate, sampled (n={s['heldout_pass_tasks_after']})",
+            change(s["heldout_pass_before"], s["heldout_pass_after"]),
+        ),
+        (
+            f"held-out pass rate, greedy (n={s['heldout_greedy_tasks_after']})",
+            change(s["heldout_greedy_before"], s["heldout_greedy_after"]),
+        ),
         ("wholly solved, sampled", change(s["heldout_pass_solved_before"], s["heldout_pass_solved_after"])),
         ("training score, first and last groups", change(s["train_score_first"], s["train_score_last"])),
         ("optimizer steps", str(s["steps"])),
-        ("executions by outcome", "; ".join(f"{k}: " + ", ".join(f"{n} {o}" for o, n in v.items()) for k, v in s["executions"].items())),
+        (
+            "executions by outcome",
+            "; ".join(f"{k}: " + ", ".join(f"{n} {o}" for o, n in v.items()) for k, v in s["executions"].items()),
+        ),
         ("role switches", f"{s['role_switches']} ({switches})"),
         ("calls", f"{s['calls']}, moved {s['calls_moved']}, of these mid-generation {s['calls_moved_mid_generation']}"),
         ("executions interrupted by a switch", str(s["executions_interrupted"])),
@@ -177,14 +191,18 @@ def draw(run: RunDir, summary: dict[str, Any], results: list[dict[str, Any]], ta
 
     rows = read_timeline(run.path("metrics", "timeline.jsonl"))
     start = rows[0]["at"]
-    figure, axes = pyplot.subplots(3, 1, figsize=(12, 7.5), sharex=True, height_ratios=[2, 1.5, 2], constrained_layout=True)
+    figure, axes = pyplot.subplots(
+        3, 1, figsize=(12, 7.5), sharex=True, height_ratios=[2, 1.5, 2], constrained_layout=True
+    )
     draw_roles(axes[0], rows, start)
     axes[1].step([r["at"] - start for r in rows], [r["water_level"] for r in rows], where="post", color="#2c6fbb", lw=1)
     axes[1].set_ylabel("water level\n(executions)")
     axes[1].set_ylim(bottom=0)
     draw_scores(axes[2], rows, summary, results, start)
     axes[2].set_xlabel("seconds since the scheduler started")
-    figure.suptitle(f"{run.root.name}: policy {summary['policy']}, {summary['steps']} steps, {summary['role_switches']} role switches")
+    figure.suptitle(
+        f"{run.root.name}: policy {summary['policy']}, {summary['steps']} steps, {summary['role_switches']} role switches"
+    )
     for suffix in (".png", ".svg"):
         figure.savefig(target.with_suffix(suffix), dpi=110)
     pyplot.close(figure)
@@ -216,7 +234,9 @@ def spans(rows: list[dict[str, Any]], cell: str) -> list[tuple[str, float, float
     return out
 
 
-def draw_scores(axis: Any, rows: list[dict[str, Any]], summary: dict[str, Any], results: list[dict[str, Any]], start: float) -> None:
+def draw_scores(
+    axis: Any, rows: list[dict[str, Any]], summary: dict[str, Any], results: list[dict[str, Any]], start: float
+) -> None:
     """Mean score of each step's groups at the time of the step; held-out before and after as flat lines."""
     tables = {row["kind"]: row["rows"] for row in results}
     per_step = summary["groups_per_batch"]

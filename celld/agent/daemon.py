@@ -253,7 +253,9 @@ async def _serve(run: RunDir, cell: str) -> None:
     config = configuration.from_json(run.path("run.json").read_text())
     known = [f"c{i}" for i in range(config.cluster.cells)]
     if cell not in known:
-        raise configuration.ConfigError(f"no cell is called {cell!r}: {', '.join(known)} (cluster.cells = {len(known)})")
+        raise configuration.ConfigError(
+            f"no cell is called {cell!r}: {', '.join(known)} (cluster.cells = {len(known)})"
+        )
     life = run.next_life(f"celld-{cell}")
     server = Server(run, keys, kind="celld", name=f"celld-{cell}", life=life, bind=config.cluster.bind)
     shell = AgentShell(run, keys, config, cell, life, server)

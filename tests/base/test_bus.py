@@ -44,13 +44,17 @@ async def test_a_question_is_answered(run):
 async def test_a_question_outlives_the_death_and_move_of_the_server(run):
     keys = make_keys(run)
     client = Client(run, keys, "x", identity="t:1")
-    question = asyncio.create_task(client.ask(m.Heartbeat(kind="me", name="n", life=1), timeout_s=20, again_every_s=0.2))
+    question = asyncio.create_task(
+        client.ask(m.Heartbeat(kind="me", name="n", life=1), timeout_s=20, again_every_s=0.2)
+    )
     await asyncio.sleep(0.3)
     first = Server(run, keys, kind="x", name="x", life=1, bind="127.0.0.1")
     first.start()
     await asyncio.sleep(0.3)
     first.close(retract=False)
-    await asyncio.sleep(0.1)  # two servers in one process: the first one's cancelled poll must not take the second's descriptor
+    await asyncio.sleep(
+        0.1
+    )  # two servers in one process: the first one's cancelled poll must not take the second's descriptor
     second = Server(run, keys, kind="x", name="x", life=2, bind="127.0.0.1")
     second.start()
     task = asyncio.create_task(echo(second))

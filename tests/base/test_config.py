@@ -38,7 +38,9 @@ def test_a_missing_file_says_how_to_get_one(tmp_path):
 
 
 def test_json_and_back_is_the_same():
-    made = config.from_tree({"scheduler": {"steps": 3}, "tasks": {"harness": ["a", "b"]}, "rollout": {"temperature": 1}})
+    made = config.from_tree(
+        {"scheduler": {"steps": 3}, "tasks": {"harness": ["a", "b"]}, "rollout": {"temperature": 1}}
+    )
     assert config.from_json(config.to_json(made)) == made
 
 

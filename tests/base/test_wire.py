@@ -70,7 +70,9 @@ def test_a_message_of_the_wrong_type_is_refused():
 
 
 def test_bulk_stays_out_of_journals():
-    row = wire.to_json(messages.GradientSum(batch=1, ids=("a",), weight_sum=1.0, stats={}, digest="d", payload=b"x" * 99))
+    row = wire.to_json(
+        messages.GradientSum(batch=1, ids=("a",), weight_sum=1.0, stats={}, digest="d", payload=b"x" * 99)
+    )
     assert row["payload"] == {"bytes": 99}
 
 

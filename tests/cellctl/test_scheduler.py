@@ -94,7 +94,9 @@ def test_an_order_that_would_drop_below_the_water_level_is_refused_with_the_numb
     world = World(2, policy="elastic", cells=2, heldout=0, slots_per_cell=4)
     while not world.core.ledger.in_flight:
         _advance(world)
-    answer = [c for c in world.core.handle(m.OperatorOrder(verb="flip", argument="c0", options={"to": "train"}), world.now)]
+    answer = [
+        c for c in world.core.handle(m.OperatorOrder(verb="flip", argument="c0", options={"to": "train"}), world.now)
+    ]
     refused = [c.message for c in answer if hasattr(c, "message") and isinstance(c.message, m.Refused)]
     assert refused
     assert "water level" in refused[0].why

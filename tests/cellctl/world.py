@@ -96,7 +96,9 @@ class World:
             case Send(message=m.ExecutionOrder() as order):
                 self.execute(order)
             case Send(message=m.DrainCell(cell=cell, epoch=epoch)):
-                self.put(self.delay(), m.CellDrained(cell=cell, epoch=epoch, moved=1, moved_mid_generation=1, seconds=0.1))
+                self.put(
+                    self.delay(), m.CellDrained(cell=cell, epoch=epoch, moved=1, moved_mid_generation=1, seconds=0.1)
+                )
             case Send(message=m.FlipCell(cell=cell, to=to, epoch=epoch, version=version)):
                 self.flip(cell, to, epoch, version)
             case Send(message=m.UpdateEngine(cell=cell, epoch=epoch, version=version)):
@@ -125,7 +127,9 @@ class World:
         if epoch <= self.epochs[cell] and self.roles[cell] is to:
             return
         self.epochs[cell] = epoch
-        answer = m.RoleChanged(cell=cell, role=to, epoch=epoch, version=version or str(self.version), engine_url=f"http://{cell}")
+        answer = m.RoleChanged(
+            cell=cell, role=to, epoch=epoch, version=version or str(self.version), engine_url=f"http://{cell}"
+        )
 
         def turned() -> None:
             if self.epochs[cell] != epoch:
@@ -171,7 +175,9 @@ class World:
             batch, self.ready = self.ready[:size], self.ready[size:]
             self.trained.append(batch)
             self.version = PolicyVersion(self.version.lineage, self.version.step + 1)
-            self.feed(m.StepDone(batch=len(self.trained) - 1, version=str(self.version), metrics={"staleness_mean": 0.5}))
+            self.feed(
+                m.StepDone(batch=len(self.trained) - 1, version=str(self.version), metrics={"staleness_mean": 0.5})
+            )
             self.try_step()
 
         self.put(self.delay(1.0), step)
@@ -186,7 +192,9 @@ class World:
             self.engine_versions[name] = str(self.version)
             self.feed(m.Hello(kind="celld", name=name, life=life, pid=1))
             self.feed(
-                m.RoleChanged(cell=name, role=Role.ROLLOUT, epoch=0, version=str(self.version), engine_url=f"http://{name}")
+                m.RoleChanged(
+                    cell=name, role=Role.ROLLOUT, epoch=0, version=str(self.version), engine_url=f"http://{name}"
+                )
             )
 
         self.put(1.0 + self.delay(), up)
