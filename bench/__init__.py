@@ -1,1 +1,3 @@
-"""Benches: `python -m bench.NAME [--json] [--quick]`. One object per figure; a figure that could not be measured is absent."""
+"""Benches: `python -m bench.NAME [--json] [--quick]`. One object per figure; a figure that could not be measured is
+absent.
+"""

@@ -48,7 +48,8 @@ def show(figures: Sequence[Figure], *, as_json: bool) -> int:
         else:
             verdict = {None: "", True: "holds", False: "MISSED"}[one.holds]
             print(
-                f"{one.name:<44} {one.value:10.4f} {one.unit:<10} {one.target:<12} {verdict:<7} n={one.n} spread={one.spread:.4f}"
+                f"{one.name:<44} {one.value:10.4f} {one.unit:<10} {one.target:<12} {verdict:<7} "
+                f"n={one.n} spread={one.spread:.4f}"
             )
     sys.stdout.flush()
     return 1 if any(one.holds is False for one in figures) else 0

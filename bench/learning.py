@@ -2,8 +2,10 @@
 
     python -m bench.learning [--json] [--quick] [--only ARM ...] [--steps N]
 
-Arms: `elastic` (3 seeds), `shuffled` (advantages permuted within the group: nothing to learn), `jmax1`, `jmax_none`, `colocate`, `async`.
-A run takes six to nine minutes on two cores; `--quick` takes 12 steps and one seed, which is too few to learn and proves only
+Arms: `elastic` (3 seeds), `shuffled` (advantages permuted within the group: nothing to learn), `jmax1`, `jmax_none`,
+`colocate`, `async`.
+A run takes six to nine minutes on two cores; `--quick` takes 12 steps and one seed, which is too few to learn and
+proves only
 that every arm runs.
 """
 

@@ -1,6 +1,7 @@
 """ZeroMQ with CURVE between daemons: a ROUTER that binds, DEALERs that connect, questions with answers.
 
-A server knows its peers by the routing id `kind:name:life`. A client reads the server's address from the run directory each
+A server knows its peers by the routing id `kind:name:life`. A client reads the server's address from the run
+directory each
 time it has to reconnect, so that a daemon may die and come back elsewhere. Nothing here decides anything.
 """
 

@@ -85,7 +85,9 @@ class Shell(ABC):
         self.inbox.put_nowait(event)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run an effect beside the loop. Its failure is logged with its traceback and stops the daemon: no silent half-life."""
+        """Run an effect beside the loop. Its failure is logged with its traceback and stops the daemon: no silent
+        half-life.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -16,7 +16,9 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class PolicyVersion(NamedTuple):
-    """(lineage, step). A resume from a checkpoint starts a new lineage, so two different weights never share a version."""
+    """(lineage, step). A resume from a checkpoint starts a new lineage, so two different weights never share a
+    version.
+    """
 
     lineage: int
     step: int

@@ -1,4 +1,5 @@
-"""Who may talk: one CURVE pair for servers, one for clients, and a secret from which each execution's bearer token follows.
+"""Who may talk: one CURVE pair for servers, one for clients, and a secret from which each execution's bearer token
+follows.
 
 All live in `keys/` of the run directory (0600). Whoever can read them is the user.
 """

@@ -35,7 +35,9 @@ def message(tag: str) -> Callable[[type[T]], type[T]]:
 
 @message("hello")
 class Hello:
-    """peer -> server, first on a connection, again after a reconnect. `holds` is what the peer still has (executions, leases)."""
+    """peer -> server, first on a connection, again after a reconnect. `holds` is what the peer still has
+    (executions, leases).
+    """
 
     kind: str
     name: str
@@ -55,7 +57,9 @@ class Welcome:
 
 @message("heartbeat")
 class Heartbeat:
-    """peer -> server every 2 s. Once. `progress` counts finished work, so that a stalled peer differs from an idle one."""
+    """peer -> server every 2 s. Once. `progress` counts finished work, so that a stalled peer differs from an idle
+    one.
+    """
 
     kind: str
     name: str
@@ -170,7 +174,9 @@ class ExecutionNoted:
 
 @message("execution.open")
 class OpenExecution:
-    """cellctl -> proxyd, before the order goes out. Again. Fixes the sampling of its calls, whatever the harness asks for."""
+    """cellctl -> proxyd, before the order goes out. Again. Fixes the sampling of its calls, whatever the harness
+    asks for.
+    """
 
     execution: str
     purpose: Purpose
@@ -237,7 +243,9 @@ class EngineLost:
 
 @message("cell.flip")
 class FlipCell:
-    """cellctl -> celld. Again; obeyed only if `epoch` is newer than the agent's. `version` = weights to serve (to rollout)."""
+    """cellctl -> celld. Again; obeyed only if `epoch` is newer than the agent's. `version` = weights to serve (to
+    rollout).
+    """
 
     cell: str
     to: Role
@@ -256,7 +264,9 @@ class UpdateEngine:
 
 @message("cell.role")
 class RoleChanged:
-    """celld -> cellctl, after `cell.flip` or `cell.update` and at start. Again. `phases_s` = seconds by phase of the switch."""
+    """celld -> cellctl, after `cell.flip` or `cell.update` and at start. Again. `phases_s` = seconds by phase of the
+    switch.
+    """
 
     cell: str
     role: Role
@@ -304,7 +314,9 @@ class FinalExecution:
 
 @message("group.closed")
 class GroupClosed:
-    """cellctl -> trajd: membership is final. Again; answered by `group.packed`. `serial` orders groups for the whole run."""
+    """cellctl -> trajd: membership is final. Again; answered by `group.packed`. `serial` orders groups for the whole
+    run.
+    """
 
     group: str
     task: str
@@ -315,7 +327,9 @@ class GroupClosed:
 
 @message("group.packed")
 class GroupPacked:
-    """trajd -> cellctl. Again. `counted` = executions in the loss's divisor; `enough` is False if the group must be replaced."""
+    """trajd -> cellctl. Again. `counted` = executions in the loss's divisor; `enough` is False if the group must be
+    replaced.
+    """
 
     group: str
     enough: bool
@@ -332,7 +346,8 @@ class GroupPacked:
 class ClaimMicroStep:
     """rank -> trajd. Answered by `step.lease`, `step.none`, `step.stale` or (core only) `batch.complete`.
 
-    `version` is what the rank's weights are; `ids` are those already summed into its gradient for the open batch, so that a
+    `version` is what the rank's weights are; `ids` are those already summed into its gradient for the open batch, so
+    that a
     restarted trajd and a restarted rank agree.
     """
 
@@ -346,7 +361,9 @@ class ClaimMicroStep:
 
 @message("step.lease")
 class MicroStepLease:
-    """trajd -> rank: compute this. `payload` is the packed executions (trajtools.pack), `layout` describes its arrays."""
+    """trajd -> rank: compute this. `payload` is the packed executions (trajtools.pack), `layout` describes its
+    arrays.
+    """
 
     batch: int
     id: str
@@ -372,7 +389,9 @@ class StaleWeights:
 
 @message("step.computed")
 class MicroStepComputed:
-    """rank -> trajd: this id is in the gradient sum of (cell, life). Again; answered by `done` or `refused` (then drop the sum)."""
+    """rank -> trajd: this id is in the gradient sum of (cell, life). Again; answered by `done` or `refused` (then
+    drop the sum).
+    """
 
     batch: int
     id: str
@@ -437,7 +456,9 @@ class BatchesRetired:
 
 @message("ledger")
 class Ledger:
-    """core rank -> trajd at start: the checkpoint's word on what is trained. Again; answered by `done`. It wins over trajd's memory."""
+    """core rank -> trajd at start: the checkpoint's word on what is trained. Again; answered by `done`. It wins over
+    trajd's memory.
+    """
 
     next_batch: int
     version: str
@@ -458,7 +479,9 @@ class StepDone:
 
 @message("gradient?")
 class PullGradient:
-    """core rank -> satellite rank: your sum for this batch. Again: the satellite keeps it until it sees a newer base version."""
+    """core rank -> satellite rank: your sum for this batch. Again: the satellite keeps it until it sees a newer base
+    version.
+    """
 
     batch: int
     life: int
@@ -468,7 +491,8 @@ class PullGradient:
 class GradientSum:
     """satellite rank -> core rank. fp32 little-endian, flat in parameter order; `digest` = xxh3-128 of payload.
 
-    `weight_sum` = sum over the owned tokens really trained of 1/T_e; `stats` are sums that the core adds up for its metrics.
+    `weight_sum` = sum over the owned tokens really trained of 1/T_e; `stats` are sums that the core adds up for its
+    metrics.
     """
 
     batch: int
@@ -488,7 +512,9 @@ class PullWeights:
 
 @message("weights")
 class WeightsSnapshot:
-    """core rank -> puller. `layout` = [[name, shape], ...] of fp32 tensors, one after another in payload; empty payload if `have` is current."""
+    """core rank -> puller. `layout` = [[name, shape], ...] of fp32 tensors, one after another in payload; empty
+    payload if `have` is current.
+    """
 
     version: str
     layout: tuple[tuple[str, tuple[int, ...]], ...]
@@ -505,7 +531,9 @@ class StartTraining:
 
 @message("rank.stop")
 class StopTraining:
-    """celld -> rank: finish the micro-step in hand, claim no more. Again; answered by `rank.state`. A gradient sum stays served."""
+    """celld -> rank: finish the micro-step in hand, claim no more. Again; answered by `rank.state`. A gradient sum
+    stays served.
+    """
 
     epoch: int
 

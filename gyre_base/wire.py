@@ -1,6 +1,7 @@
 """Messages to frames and back: [header, body, raw...]. msgpack for structure, raw frames for bulk, never pickle.
 
-header = [tag, correlation]; body = the fields; each `bytes` field is left out of the body and travels as its own frame, in
+header = [tag, correlation]; body = the fields; each `bytes` field is left out of the body and travels as its own
+frame, in
 field order. Invariant: decode(encode(m)) == m for every message type (a property test holds it).
 """
 

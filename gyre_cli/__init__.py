@@ -1,1 +1,3 @@
-"""Every command of gyre. The only importer of click and rich; heavy rooms are imported inside the command that needs them."""
+"""Every command of gyre. The only importer of click and rich; heavy rooms are imported inside the command that needs
+them.
+"""

@@ -115,7 +115,9 @@ def print_json(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def print_tables(rows: list[dict[str, Any]], hidden: tuple[str, ...] = ()) -> None:
-    """Rows with the same first key make one table; a lone row is printed as `name value` lines. No colour when piped."""
+    """Rows with the same first key make one table; a lone row is printed as `name value` lines. No colour when
+    piped.
+    """
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         kinds.setdefault(next(iter(row)), []).append(row)

@@ -1,4 +1,6 @@
-"""The live view of a run: a panel on a terminal, a line every few seconds elsewhere. Goes to stderr; stdout is for data."""
+"""The live view of a run: a panel on a terminal, a line every few seconds elsewhere. Goes to stderr; stdout is for
+data.
+"""
 
 from __future__ import annotations
 

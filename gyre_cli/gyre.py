@@ -17,7 +17,9 @@ from gyre_cli.common import guarded, json_option, run_option
 @click.group()
 @click.version_option(package_name="gyre-rl")
 def main() -> None:
-    """Reinforcement learning for coding agents whose executions take hours. `gyre quickstart` shows it on this machine."""
+    """Reinforcement learning for coding agents whose executions take hours. `gyre quickstart` shows it on this
+    machine.
+    """
 
 
 @main.command()
@@ -50,7 +52,9 @@ def init(path: Path) -> None:
 )
 @guarded
 def up(config_file: Path, run_dir: str) -> None:
-    """Start all daemons of a run on this machine and stay until it is done. INT or TERM stops it; `gyre up` again goes on."""
+    """Start all daemons of a run on this machine and stay until it is done. INT or TERM stops it; `gyre up` again
+    goes on.
+    """
     from gyre_cli import quickstart, runs
 
     run, config = runs.create(run_dir, config_file)

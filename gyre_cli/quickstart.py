@@ -23,7 +23,6 @@ from gyre_base import messages as m
 from gyre_base.bus import Client
 from gyre_base.config import Config, ConfigError
 from gyre_base.daemon import die_with_parent
-from gyre_base.daemon import die_with_parent
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
 from gyre_cli import common, report, runs
@@ -196,7 +195,9 @@ def digest_of_sources() -> str:
 
 
 def serve_and_report(run: RunDir, config: Config, *, title: str, quiet: bool, as_json: bool = False) -> int:
-    """Serve until done; then the summary on stdout, its picture beside it. Exit code 1 if it was stopped before or failed."""
+    """Serve until done; then the summary on stdout, its picture beside it. Exit code 1 if it was stopped before or
+    failed.
+    """
     with Display(title, quiet=quiet) as display:
         display.say(f"run directory {run.root}; from another terminal: cellctl status --run {run.root}")
 

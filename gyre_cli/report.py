@@ -1,4 +1,5 @@
-"""What a run amounted to: `summary.json`, a table for people, and a picture. Made from the daemons' own rows and the run directory.
+"""What a run amounted to: `summary.json`, a table for people, and a picture. Made from the daemons' own rows and the
+run directory.
 
 Nothing is estimated: a figure that the run did not produce is null.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -66,7 +68,9 @@ def latest_by_step(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def held_out(evals: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Pass rate (mean share of hidden tests passed) and share of tasks wholly solved, before and after, sampled and greedy."""
+    """Pass rate (mean share of hidden tests passed) and share of tasks wholly solved, before and after, sampled and
+    greedy.
+    """
     out: dict[str, Any] = {}
     for when in ("before", "after"):
         for kind, name in (("eval-sampled", "heldout_pass"), ("eval-greedy", "heldout_greedy")):
@@ -117,7 +121,7 @@ def phase_seconds(path: Path) -> dict[str, float]:
     """Wall seconds by phase of the run."""
     out: dict[str, float] = {}
     rows = read_timeline(path)
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in pairwise(rows):
         out[before["phase"]] = out.get(before["phase"], 0.0) + after["at"] - before["at"]
     return {phase: round(seconds, 3) for phase, seconds in out.items()}
 
@@ -201,7 +205,8 @@ def draw(run: RunDir, summary: dict[str, Any], results: list[dict[str, Any]], ta
     draw_scores(axes[2], rows, summary, results, start)
     axes[2].set_xlabel("seconds since the scheduler started")
     figure.suptitle(
-        f"{run.root.name}: policy {summary['policy']}, {summary['steps']} steps, {summary['role_switches']} role switches"
+        f"{run.root.name}: policy {summary['policy']}, {summary['steps']} steps, "
+        f"{summary['role_switches']} role switches"
     )
     for suffix in (".png", ".svg"):
         figure.savefig(target.with_suffix(suffix), dpi=110)

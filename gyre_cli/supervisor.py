@@ -1,6 +1,7 @@
 """Starts and watches the daemons of one run on one machine; on a cluster the same table becomes srun steps.
 
-Owns processes only. A daemon that ends unasked is started again (it continues from the run directory), but not for ever. Ends
+Owns processes only. A daemon that ends unasked is started again (it continues from the run directory), but not for
+ever. Ends
 when the scheduler says done, or on INT/TERM: then everything is stopped in an order in which nothing is lost.
 """
 
@@ -189,7 +190,7 @@ class Supervisor:
         process.terminate()
         try:
             await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()

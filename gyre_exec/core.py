@@ -24,7 +24,7 @@ EARLY_S = 0.05  # a timer may come due a little before the time it was set for; 
 SIGKILL = -9
 
 
-class State(str, Enum):  # noqa: UP042 - like the enumerations of gyre_base
+class State(str, Enum):
     """Where an execution stands."""
 
     QUEUED = "queued"

@@ -56,7 +56,7 @@ class Child:
         process.terminate()
         try:
             await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()

@@ -1,7 +1,9 @@
 """The agent of one cell: which child should run, and in which order a switch happens. Pure.
 
-The agent obeys orders whose epoch is newer than its own and answers every order, so that a repeated one does no harm. A child
-that dies takes the cell out: the fault is told, both children are brought up, and the cell reports that it serves again.
+The agent obeys orders whose epoch is newer than its own and answers every order, so that a repeated one does no
+harm. A child
+that dies takes the cell out: the fault is told, both children are brought up, and the cell reports that it serves
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class ChildDied:
 
 @m.message("agent.switched")
 class Switched:
-    """shell -> core: the work of `Switch` is done; `version` = weights that the engine serves (rollout) or the rank has."""
+    """shell -> core: the work of `Switch` is done; `version` = weights that the engine serves (rollout) or the rank
+    has.
+    """
 
     to: Role
     epoch: int
@@ -84,7 +88,9 @@ class End:
 
 @m.message("agent.switch")
 class Switch:
-    """core -> shell: do the steps of a switch; its outcome is Switched or SwitchFailed. `update_only` = engine never turned."""
+    """core -> shell: do the steps of a switch; its outcome is Switched or SwitchFailed. `update_only` = engine never
+    turned.
+    """
 
     to: Role
     epoch: int

@@ -1,6 +1,8 @@
-"""Transcripts of the scheduler: events above the line, commands below it. `make golden` rewrites them; you review the diff.
+"""Transcripts of the scheduler: events above the line, commands below it. `make golden` rewrites them; you review
+the diff.
 
-A transcript's first line says what matters. Event lines: `time tag key=value ...`; values are JSON where they are not plain words.
+A transcript's first line says what matters. Event lines: `time tag key=value ...`; values are JSON where they are
+not plain words.
 """
 
 from __future__ import annotations

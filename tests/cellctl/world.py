@@ -1,6 +1,8 @@
-"""A whole cluster in virtual time around the real scheduler core: executors, proxyd, cells, trajd and trainers as small models.
+"""A whole cluster in virtual time around the real scheduler core: executors, proxyd, cells, trajd and trainers as
+small models.
 
-Seeded. Faults are events like any other. After every event the scheduler's own invariants and the promises of DESIGN 5 are checked.
+Seeded. Faults are events like any other. After every event the scheduler's own invariants and the promises of DESIGN
+5 are checked.
 """
 
 from __future__ import annotations
