@@ -96,7 +96,7 @@ class Supervisor:
                     await self._start(daemon)
                 await self._watch()
                 if self.finished and self._at_end is not None:
-                    await self._at_end()
+                    await self._meanwhile(self._at_end())
             finally:
                 await self._stop_all()
         return self.finished
@@ -157,6 +157,17 @@ class Supervisor:
                     await asyncio.wait_for(self.stopping.wait(), 0.7)
         finally:
             client.close()
+
+    async def _meanwhile(self, work: Awaitable[None]) -> None:
+        """Daemons are asked until the last moment, so one that dies now comes back too."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await self._restart_dead()
+                await asyncio.wait({task}, timeout=0.5)
+        finally:
+            task.cancel()
+        await task
 
     async def _restart_dead(self) -> None:
         for daemon in self._daemons:
