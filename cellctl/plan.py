@@ -105,10 +105,8 @@ def plan(profile: Profile, site: Site) -> dict[str, Any]:
     best_async = min((v for v in known.values() if v[1]), key=lambda v: fmean(v[1]), default=None)
     tried = [(a, h) for a in candidates(site) if (h := hours(profile, a, site.seeds))]
     if not tried:
-        return {
-            "worth_it": False,
-            "why": f"{site.nodes} nodes hold no second cell of {site.least_nodes_per_cell}: the whole pool switches",
-        }
+        why = f"{site.nodes} units (nodes, or GPUs of one node) hold no second cell of {site.least_nodes_per_cell}"
+        return {"worth_it": False, "why": f"{why}: the whole pool switches"}
     arm, took = min(tried, key=lambda pair: fmean(pair[1]))
     over_colocate = [c / t for c, t in zip(best_colocate[1], took, strict=True)]
     over_async = [c / t for c, t in zip(best_async[1], took, strict=True)] if best_async else []
@@ -131,13 +129,14 @@ def _gains(over_colocate: list[float], over_async: list[float]) -> dict[str, Any
     rivals = [gains for gains in (over_colocate, over_async) if gains]
     least = min(fmean(gains) for gains in rivals)
     worth = least > 1.0 + WORTH and all(min(gains) > 1.0 for gains in rivals)
+    percent = max(0.0, 100.0 * (least - 1.0))
     return {
         "gain_over_colocate": round(fmean(over_colocate), 3),
         "gain_over_colocate_range": [round(min(over_colocate), 3), round(max(over_colocate), 3)],
         "gain_over_async": round(fmean(over_async), 3) if over_async else None,
         "gain_over_async_range": [round(min(over_async), 3), round(max(over_async), 3)] if over_async else None,
         "worth_it": worth,
-        "why": f"{100 * (least - 1):.1f} % over the better baseline" + ("" if worth else ": not worth it here"),
+        "why": f"{percent:.1f} % over the better baseline" + ("" if worth else ": not worth it here"),
     }
 
 
