@@ -138,6 +138,12 @@ class Rank:
         self.lease = answer if isinstance(answer, m.MicroStepLease) else None
         return answer
 
+    async def take(self) -> None:
+        """Claim until there is a lease: trajd may still be packing what it had packed before its restart."""
+        async with asyncio.timeout(PATIENCE_S):
+            while isinstance(await self.claim(), m.NoMicroStep):  # noqa: ASYNC110 - trajd says nothing unasked
+                await asyncio.sleep(0.02)
+
     async def compute(self) -> None:
         """Commit the lease in hand."""
         assert self.lease is not None

@@ -78,9 +78,9 @@ async def test_killed_in_mid_batch_nothing_is_trained_twice_and_nothing_is_lost(
     core, satellite = setting.ranks.values()
     await start_core(setting)
     await setting.close_groups("g0")
-    await satellite.claim()
+    await satellite.take()
     await satellite.compute()
-    await core.claim()  # held over the kill
+    await core.take()  # held over the kill
     held = core.lease
     assert held is not None and held.id not in satellite.steps
 
@@ -88,7 +88,7 @@ async def test_killed_in_mid_batch_nothing_is_trained_twice_and_nothing_is_lost(
     setting.log.call("g0-0", 9, setting.log.call("g0-0", 8, setting_prompt()))  # logged too late for its group
     await setting.trajd.start()
 
-    await satellite.claim()
+    await satellite.take()
     assert satellite.lease is not None and satellite.lease.id not in {held.id, *satellite.steps}
     await satellite.compute()
     await core.compute()
@@ -99,7 +99,7 @@ async def test_killed_in_mid_batch_nothing_is_trained_twice_and_nothing_is_lost(
     await setting.step("0.1")
 
     await setting.close_groups("g3")
-    await satellite.claim()
+    await satellite.take()
     assert satellite.lease is not None and satellite.lease.base_version == "0.1"
     await satellite.compute()
     await setting.trajd.kill()
@@ -191,7 +191,7 @@ async def test_a_new_life_whose_hello_was_lost_is_asked_for_it_at_its_first_hear
     await start_core(setting)
     await setting.close_groups("g0", "g1")
     await satellite.client.send(m.Hello(kind="rank", name="c1", life=1, pid=1))
-    await satellite.claim()
+    await satellite.take()
     held = satellite.lease
     assert held is not None
 
