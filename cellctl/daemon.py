@@ -58,9 +58,14 @@ class CellctlShell(Shell):
         self._seen.update(dict.fromkeys(peers, now))
 
     async def listen(self) -> None:
-        """All that comes in, in order, up to a bound; beyond it ZeroMQ holds the rest."""
+        """All that comes in, in order, up to a bound; beyond it ZeroMQ holds the rest. A heartbeat does not queue: while the
+        disk is slow and events wait for it, nobody is to be given up for that."""
         async for received in self._server:
-            await self._incoming.put(received)
+            match received.message:
+                case m.Heartbeat(kind=kind, name=name):
+                    await self._beat(received, f"{kind}:{name}")
+                case _:
+                    await self._incoming.put(received)
 
     async def work(self) -> None:
         """Whatever has come in is one batch: decided one by one, on disk once, then carried out."""
@@ -82,8 +87,6 @@ class CellctlShell(Shell):
                 self._seen[f"{kind}:{name}"] = self.clock.now()
                 await self._server.send(received.peer, m.Welcome(life=self._life), received.correlation)
                 self._decide(message, None)
-            case m.Heartbeat(kind=kind, name=name):
-                await self._beat(received, f"{kind}:{name}")
             case m.StatusRequest():
                 reply = m.StatusReply(rows=tuple(self._rows(message)))
                 await self._server.send(received.peer, reply, received.correlation)
@@ -111,11 +114,16 @@ class CellctlShell(Shell):
         return [{"error": f"no view is called {request.what!r}: {', '.join(VIEWS)}"}]
 
     async def watch_peers(self, timeout_s: float) -> None:
-        """Silence is a loss; Slurm would notice minutes later."""
+        """Silence is a loss; Slurm would notice minutes later. While this process stood still itself it could hear nobody:
+        that time is held against no peer."""
+        before = self.clock.now()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = self.clock.now()
+            stall_s = max(0.0, now - before - HEARTBEAT_S)
+            before = now
             for peer, seen in list(self._seen.items()):
+                self._seen[peer] = seen = min(now, seen + stall_s)
                 if now - seen > timeout_s:
                     del self._seen[peer]
                     self._routes.pop(peer, None)

@@ -265,7 +265,7 @@ class Executor(daemon.Shell):
             match said:
                 case m.ExecutionOrder() | m.CancelExecution() | m.ExecutionNoted():
                     self.post(said)
-                case m.Hello() | m.Refused():  # it does not know us
+                case m.Welcome() | m.Hello() | m.Refused():  # unasked: it does not know us (any more)
                     await self._say_hello()
                 case _:
                     log.warning("cellctl said %r, which is not for executors", wire.to_json(said)["tag"])

@@ -265,3 +265,12 @@ async def test_the_cost_of_an_execution_stays_small(tmp_path: Path) -> None:
         used_ms = (executor.cpu_s() - before) / count * 1e3
         print(f"executor CPU per execution: {used_ms:.2f} ms, wall {(time.monotonic() - at) / count * 1e3:.1f} ms")
         assert used_ms < 25.0
+
+
+async def test_an_executor_that_was_given_up_says_hello_again_with_what_it_holds(tmp_path: Path) -> None:
+    async with rig(tmp_path) as (cellctl, _proxyd, _executor):
+        await cellctl.order("e1", task(["sleep", 3.0], WRITE))
+        await asyncio.sleep(0.5)
+        await cellctl.say(m.Welcome(life=cellctl.life))  # what cellctl says to a heartbeat of a peer it does not know
+        await cellctl.until(lambda: len(cellctl.hellos) == 2)
+        assert cellctl.hellos[-1].holds == ("e1",)
