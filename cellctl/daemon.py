@@ -58,7 +58,8 @@ class CellctlShell(Shell):
         self._seen.update(dict.fromkeys(peers, now))
 
     async def listen(self) -> None:
-        """All that comes in, in order, up to a bound; beyond it ZeroMQ holds the rest. A heartbeat does not queue: while the
+        """All that comes in, in order, up to a bound; beyond it ZeroMQ holds the rest. A heartbeat does not queue:
+        while the
         disk is slow and events wait for it, nobody is to be given up for that."""
         async for received in self._server:
             match received.message:
@@ -114,7 +115,8 @@ class CellctlShell(Shell):
         return [{"error": f"no view is called {request.what!r}: {', '.join(VIEWS)}"}]
 
     async def watch_peers(self, timeout_s: float) -> None:
-        """Silence is a loss; Slurm would notice minutes later. While this process stood still itself it could hear nobody:
+        """Silence is a loss; Slurm would notice minutes later. While this process stood still itself it could hear
+        nobody:
         that time is held against no peer."""
         before = self.clock.now()
         while True:

@@ -1,4 +1,6 @@
-"""Who counts as lost, and what a peer that was given up although it lives is told. A real shell and sockets, a clock of our own."""
+"""Who counts as lost, and what a peer that was given up although it lives is told. A real shell and sockets, a clock
+of our own.
+"""
 
 from __future__ import annotations
 
