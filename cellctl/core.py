@@ -73,7 +73,7 @@ class Scheduler:
         self.version = PolicyVersion(0, 0)
         self.burst_end = 0
         self.boundary = PolicyVersion(0, 0)  # weights at the last burst boundary: no engine serves older ones for long
-        self.groups_ready = 0
+        self.groups_packed = 0  # closed, packed and with enough valid executions, since the run began
         self.owed_groups = 0
         self.frozen = False
         self.table_number = 0
@@ -304,7 +304,7 @@ class Scheduler:
             return
         self.ledger.pack(event.group, event.enough)
         if event.enough:
-            self.groups_ready += 1
+            self.groups_packed += 1
         elif not self.policy.replaces:
             self.owed_groups += 1
 
@@ -389,8 +389,6 @@ class Scheduler:
     def _core_version(self, version: PolicyVersion) -> None:
         """The core's word on the newest weights: it goes back in steps only together with a new lineage."""
         if version.lineage > self.version.lineage:
-            undone = self.version.step - version.step  # below 0: steps whose report was lost with an older life
-            self.groups_ready = max(0, self.groups_ready + undone * self.config.scheduler.groups_per_batch)
             self.version = version
             self.burst_end = max(self.burst_end, version.step)
 
@@ -428,13 +426,19 @@ class Scheduler:
 
     # ---- training -------------------------------------------------------------------------------------------------
 
+    @property
+    def groups_ready(self) -> int:
+        """Groups packed and not yet trained: from what is known of both, since the word of a step may overtake the
+        word of
+        the groups that it trained, or be lost with the core."""
+        return max(0, self.groups_packed - self.version.step * self.config.scheduler.groups_per_batch)
+
     def _step_done(self, event: m.StepDone, now: float) -> None:
         self._say(Answer(m.Done()))
         version = PolicyVersion.parse(event.version)
         if version <= self.version:
             return
         self.version = version
-        self.groups_ready = max(0, self.groups_ready - self.config.scheduler.groups_per_batch)
         self.steps.append({"at": now, "step": version.step, "batch": event.batch, **event.metrics})
 
     def _checkpoint_saved(self, event: m.CheckpointSaved, now: float) -> None:

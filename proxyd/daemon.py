@@ -178,7 +178,16 @@ def load_chat(config: Config) -> tuple[ChatModel, dict[str, Any]]:
         digest = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
     except (OSError, TemplateRefused) as error:
         raise ConfigError(f"model.tokenizer: {error}") from None
-    return chat, {"name": folder.name, "digest": digest, "vocab": chat.tokenizer.get_vocab_size()}
+    vocab = max(chat.tokenizer.get_vocab_size(), embedding_rows(config))
+    return chat, {"name": folder.name, "digest": digest, "vocab": vocab}
+
+
+def embedding_rows(config: Config) -> int:
+    """Ids the model can sample: padded beyond the tokenizer's, and an unsure model does sample there. 0 if not known
+    here.
+    """
+    path = Path(config.model.path) / "config.json"
+    return int(orjson.loads(path.read_bytes()).get("vocab_size", 0)) if config.model.path and path.exists() else 0
 
 
 async def run_proxyd(run_dir: str) -> None:

@@ -125,9 +125,18 @@ def test_a_core_that_returns_says_how_many_steps_it_holds_and_groups_are_counted
     core = Scheduler()
     tree = {"scheduler": {"groups_per_batch": 2}, "evaluation": {"tasks": 0}}
     core.handle(Start(config=tree, train=("t",), heldout=()), 0.0)
-    core.version, core.groups_ready = PolicyVersion(0, heard), 3
+    core.version, core.groups_packed = PolicyVersion(0, heard), 3 + 2 * heard
     core.handle(m.RoleChanged(cell="c0", role=Role.ROLLOUT, epoch=0, version=f"1.{held}", engine_url="u"), 1.0)
     assert (core.version, core.groups_ready) == (PolicyVersion(1, held), ready)
+
+
+def test_the_word_of_a_step_may_overtake_the_word_of_its_groups():
+    """Seen after a restart of cellctl in mid-burst: the count stayed too high and the next burst never began."""
+    core = Scheduler()
+    core.handle(Start(config={"scheduler": {"groups_per_batch": 1}}, train=("t",), heldout=()), 0.0)
+    core.handle(m.StepDone(batch=0, version="0.1", metrics={}), 1.0)
+    core.groups_packed += 1  # its group's word comes late
+    assert core.groups_ready == 0
 
 
 def test_async_replaces_a_group_with_too_few_valid_executions_once():

@@ -112,12 +112,16 @@ class Run:
         return "\n".join(words)
 
     def left(self) -> list[tuple[int, str]]:
-        """Processes that speak of this run in their command line or environment."""
+        """Processes that speak of this run in their command line or environment; a `trajtools` that another test
+        runs over
+        its calls is not the run's."""
         found, mark = [], os.fsencode(self.root)
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and int(folder.name) != os.getpid():
                 with contextlib.suppress(OSError):
                     command = (folder / "cmdline").read_bytes()
+                    if b"gyre_cli.trajtools" in command:
+                        continue
                     if mark in command or mark in (folder / "environ").read_bytes():
                         found.append((int(folder.name), command.replace(b"\0", b" ").decode(errors="replace")))
         return found
