@@ -28,6 +28,8 @@ class ClusterConfig:
     bind: str = "127.0.0.1"  # address that other daemons reach; a node's own address on a cluster
     executors: int = 1  # executor processes; each holds many executions
     peer_timeout_s: float = 20.0  # silence that counts as lost: lower finds faults sooner, higher rides out swaps
+    python: tuple[str, ...] = ()  # runs Python on the nodes of a job, as in a container; empty = this interpreter
+    srun_options: tuple[str, ...] = ()  # more words for each step of a job, such as ["--container-image=gyre.sqsh"]
 
 
 @dataclass(frozen=True, kw_only=True)
