@@ -8,7 +8,7 @@ PIP_ARGS ?=
 RUN_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help run test check format install golden sim clean
+.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice
 help:                       ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
@@ -23,6 +23,19 @@ run: $(STAMP)               ## the main job: gyre quickstart (RUN_ARGS="--steps 
 
 test: $(STAMP)              ## the whole default test suite
 	$(PY) -m pytest -n 2 --dist worksteal $(TEST_ARGS)
+
+SLURM_PACKAGES = slurm-wlm munge iproute2
+SLURM_PYTEST   = GYRE_TEST_SLURM=1 $(PY) -m pytest -n0 -v --junitxml=slurm-report.xml
+
+slurm-packages:
+	command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES); }
+
+test-slurm: $(STAMP) slurm-packages        ## every behaviour on a real Slurm of five nodes (as root; slurm-report.xml)
+	$(SLURM_PYTEST) tests/slurm $(TEST_ARGS)
+
+test-slurm-slice: $(STAMP) slurm-packages  ## the few of them that CI runs
+	$(SLURM_PYTEST) -m slurm_slice tests/slurm $(TEST_ARGS)
 
 check: $(STAMP)             ## format, lint, types, architecture
 	$(VENV)/bin/ruff format --check .
