@@ -30,9 +30,10 @@ from gyre_exec import events as e
 from gyre_exec import keeping
 from gyre_exec.core import ExecutorCore, Limits
 from gyre_exec.evaluator import evaluate
+from gyre_exec.fields import TaskError
 from gyre_exec.harness import Adapter, Launch, adapter_for
 from gyre_exec.relay import Relay
-from gyre_exec.tasks import Task, TaskError, from_dict
+from gyre_exec.tasks import Task, from_dict
 from gyre_exec.upstream import Address, Upstream, address_of
 from gyre_exec.workspace import KINDS, Workspace, WorkspaceError
 

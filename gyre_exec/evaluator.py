@@ -23,7 +23,8 @@ from typing import Any
 from gyre_exec import child as children
 from gyre_exec.events import Evaluated
 from gyre_exec.harness import PATH
-from gyre_exec.tasks import Task, bases, fill
+from gyre_exec.rulers import bases, fill
+from gyre_exec.tasks import Task
 from gyre_exec.workspace import WorkspaceError, remove_tree, write_files
 
 MAX_SCORE_BYTES = 1 << 20

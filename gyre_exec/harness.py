@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gyre_exec.tasks import Task, bases, fill
+from gyre_exec.rulers import bases, fill
+from gyre_exec.tasks import Task
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from gyre_exec.tasks import Task, path_problem
+from gyre_exec.fields import path_problem
+from gyre_exec.tasks import Task
 
 
 class WorkspaceError(Exception):
