@@ -21,6 +21,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from gyre_base import wire
+from gyre_base.allocation import own_address
 from gyre_base.keys import Keys
 from gyre_base.rundir import EndpointFile, RunDir
 
@@ -85,10 +86,11 @@ class Server:
         self._socket.curve_secretkey = self._keys.server_secret
         self._socket.curve_publickey = self._keys.server_public
         try:
-            port = self._socket.bind_to_random_port(f"tcp://{self._bind}")
-        except zmq.ZMQError as error:
-            raise cannot_listen(self._bind, error.strerror) from None
-        self.address = f"tcp://{self._bind}:{port}"
+            host = own_address(self._bind)
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
+        except (zmq.ZMQError, OSError) as error:
+            raise cannot_listen(self._bind, error.strerror or str(error)) from None
+        self.address = f"tcp://{host}:{port}"
         self._run.publish(EndpointFile(self._name, self._kind, self.address, self._life, os.getpid(), extra or {}))
 
     async def __aiter__(self) -> AsyncIterator[Received]:

@@ -25,11 +25,16 @@ class ClusterConfig:
     """Cells and where daemons listen."""
 
     cells: int = 3  # core first, then satellites; with 1 the policy falls back to whole-pool switching
-    bind: str = "127.0.0.1"  # address that other daemons reach; a node's own address on a cluster
+    bind: str = "auto"  # where daemons listen; auto = the node's own address in a Slurm job, else 127.0.0.1
     executors: int = 1  # executor processes; each holds many executions
     peer_timeout_s: float = 20.0  # silence that counts as lost: lower finds faults sooner, higher rides out swaps
     python: tuple[str, ...] = ()  # runs Python on the nodes of a job, as in a container; empty = this interpreter
     srun_options: tuple[str, ...] = ()  # more words for each step of a job, such as ["--container-image=gyre.sqsh"]
+    executor_partition: str = ""  # Slurm partition of the executors' own jobs; empty = beside the supervisor
+    executor_options: tuple[str, ...] = ()  # more options of these jobs, such as ["mem=16G", "time=60"] (time in minutes)
+    dead_man_s: float = 60.0  # a node that hears nothing of the supervisor stops its work; lower than a lost node costs
+    min_cells: int = 1  # with fewer cells left than this the job is requeued rather than going on
+    save_window_s: float = 0.0  # before the job's end the run saves and leaves; 0 = from the measured time of a save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +167,9 @@ CHOICES = {
 AT_LEAST: dict[str, float] = {
     "cluster.cells": 1,
     "cluster.executors": 1,
+    "cluster.dead_man_s": 5,
+    "cluster.min_cells": 1,
+    "cluster.save_window_s": 0,
     "scheduler.slots_per_cell": 1,
     "scheduler.steps": 1,
     "scheduler.steps_per_burst": 1,

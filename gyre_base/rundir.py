@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gyre_base.allocation import this_host
+
 FOLDERS = ("keys", "endpoints", "journal", "calls", "executions", "checkpoints", "log", "metrics", "lives", "weights")
 
 
@@ -104,12 +106,12 @@ class RunDir:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(descriptor, 32, 0).decode() or "unknown"
+                holder = os.pread(descriptor, 300, 0).decode() or "unknown"
                 raise RunLocked(
-                    f"{daemon} already runs for {self.root} (pid {holder}); stop it with `gyre stop`"
+                    f"{daemon} already runs for {self.root} (pid@host {holder}); stop it with `gyre stop`"
                 ) from None
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()}@{this_host()}".encode(), 0)
             yield
         finally:
             os.close(descriptor)

@@ -147,7 +147,7 @@ def _supervisor_pid(lock: Path) -> int | None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return int(file.read() or 0) or None
+            return int(file.read().partition("@")[0] or 0) or None
     return None
 
 

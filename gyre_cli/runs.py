@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from gyre_base import config as configuration
+from gyre_base.allocation import own_address
 from gyre_base.config import Config, ConfigError
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
@@ -63,7 +64,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key}: no such file: {path}")
     if not config.tasks.harness:
         raise ConfigError('tasks.harness is not set: the command that runs your agent, such as ["python3", "agent.py"]')
-    check_address(config.cluster.bind)
+    check_address(own_address(config.cluster.bind))
     from gyre_exec.tasks import check as check_tasks
 
     paths = [Path(p) for p in (config.tasks.train, config.tasks.heldout) if p]

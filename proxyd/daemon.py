@@ -24,6 +24,7 @@ from gyre_base import config as configuration
 from gyre_base import journal as journals
 from gyre_base import messages as m
 from gyre_base import wire
+from gyre_base.allocation import own_address
 from gyre_base.bus import CannotListen, Client, NoAnswer, Received, Server, cannot_listen
 from gyre_base.config import Config, ConfigError
 from gyre_base.daemon import HEARTBEAT_S, Answer, Shell, WakeAt, log_to, run_main, stop_on_signals
@@ -231,9 +232,9 @@ async def _until_stopped(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, config.cluster.bind, 0, backlog=1024).start()
+        await web.TCPSite(runner, own_address(config.cluster.bind), 0, backlog=1024).start()
     except OSError as error:
-        raise cannot_listen(config.cluster.bind, error.strerror) from None
+        raise cannot_listen(config.cluster.bind, error.strerror or str(error)) from None
     host, port = runner.addresses[0][:2]
     server = Server(run, keys, kind="proxyd", name="proxyd", life=life, bind=config.cluster.bind)
     server.start({"http": f"http://{host}:{port}"})
