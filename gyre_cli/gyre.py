@@ -24,18 +24,40 @@ def main() -> None:
 
 @main.command()
 @click.argument("path", default="gyre.toml", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--template",
+    default="gyre",
+    show_default=True,
+    metavar="NAME",
+    help="gyre, one-node, uneven, apptainer, pyxis, executors.",
+)
+@click.option("--name", default="gyre", show_default=True, help="Name of the job.")
+@click.option("--run", default="runs/run", show_default=True, metavar="DIR", help="Run directory of the job.")
+@click.option("--nodes", type=click.IntRange(1), help="Nodes of the job (default 2); as many cells.")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs per node (default: all that the partition's nodes have).")
+@click.option("--cpus", type=click.IntRange(1), help="CPUs per node (default: all).")
+@click.option("--time", default="", metavar="TIME", help="Time limit (default 04:00:00, or the partition's).")
+@click.option(
+    "--grace-s",
+    type=click.IntRange(60, 65535),
+    default=600,
+    show_default=True,
+    help="How long before the time limit the run is told to save.",
+)
+@click.option("--partition", default="", help="Partition (default: the site's, or one with GPUs).")
+@click.option("--account", default="", help="Account to charge.")
+@click.option("--qos", default="", help="Quality of service.")
+@click.option("--constraint", default="", metavar="LIST", help="Features of nodes; for uneven, counted: a100*2&l40*2.")
+@click.option("--image", default="", metavar="FILE", help="Container image, for apptainer and pyxis.")
+@click.option("--executors", type=click.IntRange(1), default=1, show_default=True, help="Array size, for executors.")
+@click.option("--sbatch", "more", multiple=True, metavar="OPTION", help="A further header, such as --exclusive.")
+@click.option("--force", is_flag=True, help="Replace an existing job script; the old one is kept beside it.")
 @guarded
-def init(path: Path) -> None:
-    """Write a commented configuration to PATH."""
-    from gyre_cli.template import commented
+def init(path: Path, force: bool, **wishes: Any) -> None:
+    """Write a commented configuration to PATH and a job script beside it, ready for `gyre submit` or sbatch."""
+    from gyre_cli import init as initial
 
-    if path.exists():
-        common.fail(f"{path} exists; choose another name or remove it", common.REFUSED)
-    try:
-        path.write_text(commented())
-    except OSError as error:
-        common.fail(f"cannot write {path}: {error.strerror}", common.USAGE)
-    click.echo(f"wrote {path}", err=True)
+    initial.write(path, initial.Wishes(**wishes), force=force)
 
 
 @main.command()

@@ -5,6 +5,7 @@ Owns no decision. Every call can fail in a controller outage: `SlurmError` says 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -38,9 +39,15 @@ class Job:
     run: str  # run directory, or "" if the comment is not ours
 
 
+@functools.cache
 def here() -> bool:
-    """Whether this machine has Slurm's clients."""
-    return shutil.which("squeue") is not None and shutil.which("srun") is not None
+    """Whether this machine belongs to a Slurm cluster: clients and a configuration. Asks no controller."""
+    if shutil.which("squeue") is None or shutil.which("srun") is None:
+        return False
+    try:
+        return bool(call("scontrol", "show", "hostnames", "a", timeout_s=3.0))
+    except SlurmError:
+        return False
 
 
 def clean_environment() -> dict[str, str]:
@@ -106,9 +113,8 @@ def seconds(text: str) -> float | None:
     if not all(part.isdigit() for part in parts) or (dash and not days.isdigit()) or len(parts) > 3:
         return None
     numbers = [int(part) for part in parts]
-    if dash:
-        units = (3600, 60, 1)  # D-HH, D-HH:MM, D-HH:MM:SS
-    else:
+    units: tuple[int, ...] = (3600, 60, 1)  # D-HH, D-HH:MM, D-HH:MM:SS
+    if not dash:
         units = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(parts)]
     return float(int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)))
 

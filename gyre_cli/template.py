@@ -13,21 +13,26 @@ from gyre_base import config as configuration
 
 HEAD = """\
 # gyre.toml: every key with its default; a comment says what the number trades. Units come last in names.
-# Relative paths are relative to this file. `gyre up --config gyre.toml` starts a run on this machine.
+# Relative paths are relative to this file. `gyre up --config gyre.toml` starts a run on this machine,
+# `gyre submit` on a Slurm cluster.
 """
 
 
-def commented() -> str:
-    """The whole file. Every key is commented out where it has its default, so the file says what was changed."""
+def commented(chosen: dict[str, Any] | None = None) -> str:
+    """The whole file. Every key is commented out where it has its default, so the file says what was changed: the
+    `chosen` values by dotted key.
+    """
+    chosen = chosen or {}
     parts = [HEAD]
     for section in dataclasses.fields(configuration.Config):
         cls = type(getattr(configuration.Config(), section.name))
         parts.append(f"\n[{section.name}]  # {inspect.getdoc(cls)}\n")
         comments = _comments(cls)
         for spec in dataclasses.fields(cls):
-            value = _toml(getattr(cls(), spec.name))
+            dotted = f"{section.name}.{spec.name}"
+            value = _toml(chosen.get(dotted, getattr(cls(), spec.name)))
             comment = f"  # {comments[spec.name]}" if comments.get(spec.name) else ""
-            parts.append(f"# {spec.name} = {value}{comment}\n")
+            parts.append(f"{'' if dotted in chosen else '# '}{spec.name} = {value}{comment}\n")
     return "".join(parts)
 
 
