@@ -126,8 +126,17 @@ class TaskConfig:
     harness: tuple[str, ...] = ()  # command; the instruction is its last argument
     harness_env: dict[str, str] = field(default_factory=dict)
     harness_limit_s: float = 120.0
+    overall_limit_s: float = 86_400.0  # from its start, waits included: then it is an infrastructure failure
+    grace_s: float = 5.0  # between the warning signal (TERM) at a limit and the end of all its processes
     evaluation_limit_s: float = 20.0
-    workspace: str = "plain"  # plain: a directory, for trusted toy models only
+    workspace: str = "plain"  # plain: a directory, for trusted toy models only; bwrap, apptainer, pyxis: walls
+    image: str = ""  # root file system of walled workspaces whose task names none; empty (bwrap): this machine's programs
+    images: str = ""  # a directory with images by name (`/` and `:` as `_`) for tasks that name one
+    visible: tuple[str, ...] = ()  # more files and directories of this machine that a walled workspace shows, read-only
+    disk_mib: int = 4096  # of one execution (also its largest file); more ends it and what is there is scored
+    processes: int = 512  # of one execution at once; more ends it likewise
+    printed_mib: int = 8  # kept of stdout, of stderr and of the transcript of one execution, before compression
+    snapshots: bool = True  # every workspace as it was scored, in workspaces.git: a group shares what is equal
     keep_workspaces: bool = False  # True keeps every workspace for gyre rescore
     concurrent_per_executor: int = 160  # executions one executor runs at once
 
@@ -162,7 +171,7 @@ CHOICES = {
     "rollout.durability": ("fdatasync", "write"),
     "trainer.reading": ("behaviour", "proximal"),
     "trajectories.rule": ("greedy", "draw"),
-    "tasks.workspace": ("plain",),
+    "tasks.workspace": ("plain", "bwrap", "apptainer", "pyxis"),
 }
 AT_LEAST: dict[str, float] = {
     "cluster.cells": 1,
@@ -182,6 +191,13 @@ AT_LEAST: dict[str, float] = {
     "scheduler.async_train_cells": 1,
     "rollout.temperature": 0.01,
     "trajectories.jmax": 0,
+    "tasks.harness_limit_s": 0.1,
+    "tasks.overall_limit_s": 0.1,
+    "tasks.grace_s": 0,
+    "tasks.evaluation_limit_s": 0.1,
+    "tasks.disk_mib": 1,
+    "tasks.processes": 1,
+    "tasks.printed_mib": 0,
     "trainer.checkpoint_every_steps": 1,
     "trainer.checkpoints_kept": 1,
 }
@@ -314,5 +330,12 @@ def _absolute(config: Config, base: Path) -> Config:
         return str((base / text).resolve()) if text else text
 
     model = dataclasses.replace(config.model, path=fixed(config.model.path), tokenizer=fixed(config.model.tokenizer))
-    tasks = dataclasses.replace(config.tasks, train=fixed(config.tasks.train), heldout=fixed(config.tasks.heldout))
+    tasks = dataclasses.replace(
+        config.tasks,
+        train=fixed(config.tasks.train),
+        heldout=fixed(config.tasks.heldout),
+        image=config.tasks.image if "://" in config.tasks.image else fixed(config.tasks.image),
+        images=fixed(config.tasks.images),
+        visible=tuple(fixed(path) for path in config.tasks.visible),
+    )
     return dataclasses.replace(config, model=model, tasks=tasks)
