@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cellctl import policies
+from cellctl.job import JobState
 from cellctl.ledger import Ledger, TaskQueue
 from cellctl.operator import obey
 from cellctl.roles import Cell
@@ -76,6 +77,7 @@ class Scheduler:
         self.groups_packed = 0  # closed, packed and with enough valid executions, since the run began
         self.owed_groups = 0
         self.frozen = False
+        self.job = JobState()
         self.table_number = 0
         self.pending: dict[str, tuple[Send, float]] = {}
         self.waiting: deque[str] = deque()  # executions without an executor
@@ -131,6 +133,8 @@ class Scheduler:
             m.GroupPacked: self._packed,
             m.StepDone: self._step_done,
             m.CheckpointSaved: self._checkpoint_saved,
+            m.JobFacts: self._job_facts,
+            m.LeaveJob: self._leave_job,
             m.OperatorOrder: lambda e, t: self._say(Answer(obey(self, e, t))),
         }
 
@@ -166,6 +170,7 @@ class Scheduler:
     def _restart(self, event: Restart, now: float) -> None:
         self.present.clear()
         self.executors.clear()
+        self.job.facts, self.job.leaving = None, ""  # of an earlier life of the job, until the supervisor tells
         self.pending = {key: word for key, word in self.pending.items() if key.startswith("group:")}
         for cell in self.cells.values():
             cell.draining = False
@@ -174,6 +179,8 @@ class Scheduler:
 
     def _hello(self, event: m.Hello, now: float) -> None:
         known = f"{event.kind}:{event.name}"
+        if event.kind == "celld" and event.name in self.job.out():
+            return  # fenced: its node was given up, and what it does counts no more
         reborn = event.life != self.lives.get(known, event.life)
         self.lives[known] = event.life
         self.present.add(known)
@@ -347,6 +354,9 @@ class Scheduler:
         if cell is None or event.epoch != cell.epoch or not cell.draining:
             return
         cell.draining = False
+        if cell.name in self.job.drained:
+            self._cell_down(cell, now, "drained by order of the operator: its node may be given back")
+            return
         cell.moved += event.moved
         self.pending.pop(f"drain:{cell.name}", None)
         self.totals["moved"] += event.moved
@@ -360,7 +370,7 @@ class Scheduler:
     def _role_changed(self, event: m.RoleChanged, now: float) -> None:
         cell = self.cells.get(event.cell)
         fresh = cell is not None and cell.role in (Role.STARTING, Role.DOWN)
-        if cell is None or (event.epoch < cell.epoch and not fresh):
+        if cell is None or cell.name in self.job.out() or (event.epoch < cell.epoch and not fresh):
             return
         if cell.role is Role.DOWN:
             self._become(cell, Role.STARTING, now, "its agent is back")
@@ -403,7 +413,7 @@ class Scheduler:
 
     def _cell_fault(self, event: m.CellFault, now: float) -> None:
         cell = self.cells.get(event.cell)
-        if cell is not None:
+        if cell is not None and cell.name not in self.job.out():
             self._cell_down(cell, now, f"{event.what}: {event.detail}")
             self._become(cell, Role.STARTING, now, f"its agent restarts the {event.what}")
 
@@ -440,10 +450,36 @@ class Scheduler:
             return
         self.version = version
         self.steps.append({"at": now, "step": version.step, "batch": event.batch, **event.metrics})
+        self.job.micro_step_s = max(self.job.micro_step_s, event.metrics.get("micro_step_s", 0.0))
+        if self.job.save_is_due(now):
+            self._save("the time between two saves is over", now)
 
     def _checkpoint_saved(self, event: m.CheckpointSaved, now: float) -> None:
         self.pending.pop("save", None)
         self.saved = event.version
+        self.job.saved(event, now)
+
+    def _save(self, why: str, now: float) -> None:
+        """Asks the core for it once; `saved` is the answer."""
+        if "save" not in self.pending:
+            core = next(iter(self.cells))
+            self._until_answered("save", Send(f"celld:{core}", m.SaveCheckpoint(why=why)), now)
+
+    # ---- the job around the run -------------------------------------------------------------------------------------
+
+    def _job_facts(self, event: m.JobFacts, now: float) -> None:
+        self._say(Answer(m.Done()))
+        self.job.saved_at = self.job.saved_at or now
+        self.job.facts = event
+        for name in event.lost:
+            if name in self.cells:
+                self._cell_down(self.cells[name], now, "its node left the job")
+
+    def _leave_job(self, event: m.LeaveJob, now: float) -> None:
+        self._say(Answer(m.Done()))
+        if not self.job.leaving:
+            self.job.leaving = event.why
+            self._save(event.why, now)
 
     # ---- what to do next ------------------------------------------------------------------------------------------
 
@@ -470,7 +506,7 @@ class Scheduler:
     def _advance(self, now: float) -> None:
         if self.version.step >= self.burst_end or self.policy.name == "async":
             self.boundary = self.version
-        if not self.frozen:
+        if not self.frozen and not self.job.leaving:
             before = ""
             while before != self.phase:
                 before = self.phase
@@ -502,7 +538,8 @@ class Scheduler:
 
     def _everyone_is_here(self) -> bool:
         daemons = {"proxyd:proxyd", "trajd:trajd"} <= self.present
-        return daemons and bool(self.executors) and all(c.role is Role.ROLLOUT for c in self.cells.values())
+        awaited = [c for c in self.cells.values() if c.name not in self.job.out()]
+        return daemons and bool(self.executors) and all(c.role is Role.ROLLOUT for c in awaited)
 
     def _all_serve_newest(self) -> bool:
         newest = str(self.version)
@@ -513,9 +550,7 @@ class Scheduler:
         """Whether the last weights are on disk, so that no fault can take them back; asks for it once if not."""
         if self.saved == str(self.version):
             return True
-        core = next(iter(self.cells))
-        if "save" not in self.pending:
-            self._until_answered("save", Send(f"celld:{core}", m.SaveCheckpoint(why="the run is done")), now)
+        self._save("the run is done", now)
         return False
 
     def _train(self, now: float) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cellctl.policies import Decision
 from gyre_base import messages as m
+from gyre_base.daemon import Send
 from gyre_base.vocabulary import Role
 
 if TYPE_CHECKING:
@@ -23,7 +24,44 @@ def obey(scheduler: Scheduler, order: m.OperatorOrder, now: float) -> m.Done | m
             return m.Done(note="dispatching and turning again")
         case "flip":
             return _flip(scheduler, order.argument, order.options.get("to", ""), now)
-    return m.Refused(why=f"no order is called {order.verb!r}: freeze, thaw, flip")
+        case "drain":
+            return _drain(scheduler, order.argument, now)
+        case "undrain":
+            return _undrain(scheduler, order.argument, now)
+    return m.Refused(why=f"no order is called {order.verb!r}: freeze, thaw, flip, drain, undrain")
+
+
+def _drain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
+    """Take a serving cell out for good: its calls move, then nothing of the run is left on it."""
+    cell = scheduler.cells.get(name)
+    if cell is None:
+        return m.Refused(why=f"no cell is called {name!r}: {', '.join(scheduler.cells)}")
+    if name in scheduler.job.drained:
+        return m.Done(note=f"{name} is {cell.role.value}: {cell.reason}")
+    if cell.order == 0:
+        return m.Refused(why=f"{name} is the core: it owns weights and optimizer; stop the run instead")
+    if cell.role is not Role.ROLLOUT:
+        return m.Refused(why=f"{name} is {cell.role.value}; only a cell that serves can be drained: try again then")
+    scheduler.job.drained.add(name)
+    cell.epoch += 1
+    scheduler._become(cell, Role.TO_ROLLOUT, now, "drains by order of the operator")
+    scheduler._drain(cell, now)
+    return m.Done(note=f"{name} drains; when it is down its node can be given back")
+
+
+def _undrain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
+    """Take a drained cell back: it loads the newest weights and serves."""
+    cell = scheduler.cells.get(name)
+    if cell is None or name not in scheduler.job.drained:
+        return m.Refused(why=f"{name} is not drained; drained: {', '.join(sorted(scheduler.job.drained)) or 'none'}")
+    if cell.role is not Role.DOWN:
+        return m.Refused(why=f"{name} still drains; try again when it is down")
+    scheduler.job.drained.discard(name)
+    cell.epoch += 1
+    scheduler._become(cell, Role.STARTING, now, "taken back by order of the operator")
+    order = m.UpdateEngine(cell=name, epoch=cell.epoch, version=str(scheduler.version))
+    scheduler._until_answered(f"flip:{name}", Send(f"celld:{name}", order), now)
+    return m.Done(note=f"{name} loads {scheduler.version} and serves again")
 
 
 def _flip(scheduler: Scheduler, name: str, to: str, now: float) -> m.Done | m.Refused:

@@ -114,6 +114,40 @@ class Refused:
     why: str
 
 
+# ---- the supervisor of a Slurm job ----------------------------------------------------------------------------------
+
+
+@message("job")
+class JobFacts:
+    """supervisor -> cellctl, at the start of either and at each change. Again; answered by `done`.
+
+    `ends_at` is s since the epoch, 0 = no limit; `window_s` is a person's save window, 0 = computed; `lost` are cells
+    whose node is no longer in the job: nobody waits for them, and what they still say is not heard.
+    """
+
+    job: str
+    restarts: int
+    nodes: tuple[str, ...]
+    ends_at: float
+    window_s: float = 0.0
+    lost: tuple[str, ...] = ()
+
+
+@message("leave")
+class LeaveJob:
+    """supervisor -> cellctl: the job ends soon. Dispatch and turn nothing more, save. Again; answered by `done`."""
+
+    why: str
+
+
+@message("cell.ending")
+class CellEnding:
+    """celld -> supervisor: this cell was told to end, and not by the supervisor. Again; answered by `done`."""
+
+    cell: str
+    why: str
+
+
 # ---- cellctl <-> executors ----------------------------------------------------------------------------------------
 
 
@@ -294,10 +328,13 @@ class SaveCheckpoint:
 
 @message("saved")
 class CheckpointSaved:
-    """rank -> celld -> cellctl. Again."""
+    """rank -> celld -> cellctl, or rank -> cellctl for a save of its own. Again. `seconds` = what it took, 0 if it was
+    there already.
+    """
 
     version: str
     path: str
+    seconds: float = 0.0
 
 
 # ---- cellctl <-> trajd --------------------------------------------------------------------------------------------

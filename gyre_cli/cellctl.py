@@ -94,6 +94,24 @@ def thaw(run_dir: str | None) -> None:
 
 
 @main.command()
+@click.argument("cell")
+@run_option
+@guarded
+def drain(cell: str, run_dir: str | None) -> None:
+    """Move a cell's calls to the others and leave it idle, so that its node can be given back to Slurm."""
+    common.order(run_dir, "cellctl", "drain", cell)
+
+
+@main.command()
+@click.argument("cell")
+@run_option
+@guarded
+def undrain(cell: str, run_dir: str | None) -> None:
+    """Take a drained cell back."""
+    common.order(run_dir, "cellctl", "undrain", cell)
+
+
+@main.command()
 @click.argument("journal", type=click.Path(dir_okay=False, path_type=Path))
 @json_option
 @guarded

@@ -61,10 +61,11 @@ class SwitchFailed:
 
 @m.message("agent.saved")
 class Saved:
-    """shell -> core: the rank wrote a checkpoint."""
+    """shell -> core: the rank wrote a checkpoint, in so many seconds (0: it was there)."""
 
     version: str
     path: str
+    seconds: float = 0.0
 
 
 @m.message("agent.welcomed")
@@ -140,8 +141,8 @@ class Agent:
                 return self._fault(event.child, event.detail)
             case m.SaveCheckpoint(why=why):
                 return [Save(why=why)]
-            case Saved(version=version, path=path):
-                return [Send(CELLCTL, m.CheckpointSaved(version=version, path=path))]
+            case Saved(version=version, path=path, seconds=seconds):
+                return [Send(CELLCTL, m.CheckpointSaved(version=version, path=path, seconds=seconds))]
             case Welcomed():
                 return [self._report()] if self.role in (Role.ROLLOUT, Role.TRAIN) else []
             case Switched() | SwitchFailed() | m.Welcome() | Tick():

@@ -160,7 +160,7 @@ class AgentShell(Shell):
         with contextlib.suppress(NoAnswer):
             saved = await self._rank.ask(m.SaveCheckpoint(why=why), timeout_s=120.0)
             if isinstance(saved, m.CheckpointSaved):
-                self.post(c.Saved(version=saved.version, path=saved.path))
+                self.post(c.Saved(version=saved.version, path=saved.path, seconds=saved.seconds))
 
     # ---- background -------------------------------------------------------------------------------------------------
 

@@ -115,6 +115,7 @@ def metrics(stats: Mapping[str, float]) -> dict[str, float]:
         "packed_tokens": stats.get("packed_tokens", 0.0),
         "zero_advantage": stats.get("zero_advantage", 0.0),
         "micro_steps": stats.get("micro_steps", 0.0),
+        "micro_step_s": mean("compute_s", "micro_steps"),
         "context_mismatches": stats.get("context_mismatches", 0.0),
         "tokens_per_s": stats.get("computed_packed_tokens", 0.0) / max(stats.get("compute_s", 0.0), 1e-9),
     }

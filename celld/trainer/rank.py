@@ -251,6 +251,7 @@ class Rank:
         await self.tell(self.cellctl, m.StepDone(batch=done.batch, version=version, metrics=metrics))
         if self.optimizer.steps % self.config.trainer.checkpoint_every_steps == 0:
             saved = await self.save()
+            await self.cellctl.send(saved)
             await self.tell(self.trajd, m.BatchesRetired(below=self.next_batch, version=saved.version))
         return 0.0
 
@@ -282,11 +283,14 @@ class Rank:
 
     async def save(self) -> m.CheckpointSaved:
         """A durable checkpoint of the present weights; a second call for the same ones writes nothing."""
+        seconds = 0.0
         async with self.stepping:
             if self.saved[0] != str(self.version):
+                began = time.monotonic()
                 path = await self.in_thread(self.write_checkpoint)
                 self.saved, self.applied = (str(self.version), path), ()
-        return m.CheckpointSaved(version=self.saved[0], path=self.saved[1])
+                seconds = time.monotonic() - began
+        return m.CheckpointSaved(version=self.saved[0], path=self.saved[1], seconds=seconds)
 
     def write_checkpoint(self) -> str:
         assert self.version is not None
