@@ -130,7 +130,7 @@ class TaskConfig:
     grace_s: float = 5.0  # between the warning signal (TERM) at a limit and the end of all its processes
     evaluation_limit_s: float = 20.0
     workspace: str = "plain"  # plain: a directory, for trusted toy models only; bwrap, apptainer, pyxis: walls
-    image: str = ""  # root file system of walled workspaces whose task names none; empty (bwrap): this machine's programs
+    image: str = ""  # file, directory or name for walled workspaces whose task names none; empty: this machine's programs
     images: str = ""  # a directory with images by name (`/` and `:` as `_`) for tasks that name one
     visible: tuple[str, ...] = ()  # more files and directories of this machine that a walled workspace shows, read-only
     disk_mib: int = 4096  # of one execution (also its largest file); more ends it and what is there is scored
@@ -334,7 +334,7 @@ def _absolute(config: Config, base: Path) -> Config:
         config.tasks,
         train=fixed(config.tasks.train),
         heldout=fixed(config.tasks.heldout),
-        image=config.tasks.image if "://" in config.tasks.image else fixed(config.tasks.image),
+        image=fixed(config.tasks.image) if (base / config.tasks.image).exists() else config.tasks.image,
         images=fixed(config.tasks.images),
         visible=tuple(fixed(path) for path in config.tasks.visible),
     )
