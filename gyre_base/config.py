@@ -70,11 +70,27 @@ class ModelConfig:
 class EngineConfig:
     """The rollout engine of a cell."""
 
-    kind: str = "tiny"  # the embedded CPU engine; SGLang speaks the same surface and comes next
+    kind: str = "tiny"  # tiny: the embedded CPU engine; emulate: takes the time that [emulate] says
     max_running_requests: int = 64
     context_length: int = 2048  # tokens; longer prompts get the dialect's own context error
     stream_interval: int = 16  # tokens per chunk from engine to proxy; larger costs less CPU per token
     threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulateConfig:
+    """engine.kind = "emulate": engines and trainers that only take time (`gyre emulate` writes this from a profile)."""
+
+    time_scale: float = 1.0  # seconds that pass for one second of the profile
+    tokens_per_h: float = 128.0  # tokens of an execution per nominal hour: the grain of its progress
+    load_slope: float = 0.0  # a token takes 1 + slope * (load - 1) of its nominal time
+    load_floor: float = 0.5  # below this load decoding gets no faster
+    to_train_s: float = 8.52  # an engine lets go of its memory; seconds of the profile, like all below
+    to_rollout_s: float = 3.46  # an engine takes new weights
+    join_s: float = 2.0  # a satellite pulls the weights
+    step_s: float = 30.0  # optimizer step and publishing
+    execution_node_s: float = 275.0  # node-seconds of forward and backward of one execution
+    nodes: tuple[int, ...] = ()  # of each cell, core first; empty = 1 each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +142,12 @@ class TaskConfig:
     harness: tuple[str, ...] = ()  # command; the instruction is its last argument
     harness_env: dict[str, str] = field(default_factory=dict)
     harness_limit_s: float = 120.0
+    open_call_s: float = 60.0  # a call open at the limit is waited for at most so long: only its answer tells its wait
     overall_limit_s: float = 86_400.0  # from its start, waits included: then it is an infrastructure failure
     grace_s: float = 5.0  # between the warning signal (TERM) at a limit and the end of all its processes
     evaluation_limit_s: float = 20.0
     workspace: str = "plain"  # plain: a directory, for trusted toy models only; bwrap, apptainer, pyxis: walls
-    image: str = ""  # file, directory or name for walled workspaces whose task names none; empty: this machine's programs
+    image: str = ""  # root file system of walled workspaces whose task names none; empty (bwrap): this machine's programs
     images: str = ""  # a directory with images by name (`/` and `:` as `_`) for tasks that name one
     visible: tuple[str, ...] = ()  # more files and directories of this machine that a walled workspace shows, read-only
     disk_mib: int = 4096  # of one execution (also its largest file); more ends it and what is there is scored
@@ -158,6 +175,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    emulate: EmulateConfig = field(default_factory=EmulateConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     trajectories: TrajectoryConfig = field(default_factory=TrajectoryConfig)
@@ -167,7 +185,7 @@ class Config:
 
 CHOICES = {
     "scheduler.policy": ("elastic", "colocate", "async"),
-    "engine.kind": ("tiny",),
+    "engine.kind": ("tiny", "emulate"),
     "rollout.durability": ("fdatasync", "write"),
     "trainer.reading": ("behaviour", "proximal"),
     "trajectories.rule": ("greedy", "draw"),
@@ -190,6 +208,8 @@ AT_LEAST: dict[str, float] = {
     "scheduler.standalone_cells": 0,
     "scheduler.async_train_cells": 1,
     "rollout.temperature": 0.01,
+    "emulate.time_scale": 1e-6,
+    "emulate.tokens_per_h": 1.0,
     "trajectories.jmax": 0,
     "tasks.harness_limit_s": 0.1,
     "tasks.overall_limit_s": 0.1,
@@ -313,6 +333,8 @@ def _check_cells(config: Config) -> None:
         )
     if any(slots < 1 for slots in scheduler.cell_slots):
         raise ConfigError("scheduler.cell_slots must be at least 1 each")
+    if config.emulate.nodes and len(config.emulate.nodes) != cells:
+        raise ConfigError(f"emulate.nodes must have one number per cell ({cells}), not {len(config.emulate.nodes)}")
     if scheduler.standalone_cells >= cells:
         raise ConfigError(f"scheduler.standalone_cells must leave a cell that trains: at most {cells - 1}")
     if scheduler.policy == "async" and cells > 1 and scheduler.async_train_cells >= cells:
@@ -334,7 +356,7 @@ def _absolute(config: Config, base: Path) -> Config:
         config.tasks,
         train=fixed(config.tasks.train),
         heldout=fixed(config.tasks.heldout),
-        image=fixed(config.tasks.image) if (base / config.tasks.image).exists() else config.tasks.image,
+        image=config.tasks.image if "://" in config.tasks.image else fixed(config.tasks.image),
         images=fixed(config.tasks.images),
         visible=tuple(fixed(path) for path in config.tasks.visible),
     )

@@ -54,7 +54,8 @@ class Executor(daemon.Shell):
         self, run: RunDir, settings: config.Config, keys: Keys, name: str, life: int, adapter: Adapter
     ) -> None:
         slots = settings.tasks.concurrent_per_executor
-        core = ExecutorCore(Limits(slots=slots, evaluators=max(2, os.cpu_count() or 2)))
+        limits = Limits(slots=slots, evaluators=max(2, os.cpu_count() or 2), open_call_s=settings.tasks.open_call_s)
+        core = ExecutorCore(limits)
         super().__init__(core, Journal(run.path("journal", f"{name}.jsonl")))
         self.run_dir, self.settings, self.keys, self.name, self.life = run, settings, keys, name, life
         self.adapter = adapter

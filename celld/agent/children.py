@@ -62,13 +62,17 @@ class Child:
             await process.wait()
 
 
-def engine_command(run: RunDir, config: Config, model: Path, version: str, port_file: Path, seed: int) -> list[str]:
-    """The tiny engine on a free port of the cluster's address."""
+ENGINES = {"tiny": "celld.tiny.server", "emulate": "celld.emulate.server"}
+
+
+def engine_command(
+    run: RunDir, config: Config, cell: str, model: Path, version: str, port_file: Path, seed: int
+) -> list[str]:
+    """The engine of `engine.kind` on a free port of the cluster's address, with weights from `model`."""
     engine = config.engine
     return [
         sys.executable,
-        "-m",
-        "celld.tiny.server",
+        *("-m", ENGINES[engine.kind]),
         *("--model", str(model)),
         *("--host", config.cluster.bind),
         *("--port", "0"),
@@ -76,16 +80,40 @@ def engine_command(run: RunDir, config: Config, model: Path, version: str, port_
         *("--served-model-name", config.model.served_name),
         *("--weight-version", version),
         *("--admin-api-key-file", str(run.path("keys", "admin"))),
-        *("--max-running-requests", str(engine.max_running_requests)),
         *("--context-length", str(engine.context_length)),
+        *(_emulated(config, cell) if engine.kind == "emulate" else _tiny(config, seed)),
+    ]
+
+
+def _tiny(config: Config, seed: int) -> list[str]:
+    engine = config.engine
+    return [
+        *("--max-running-requests", str(engine.max_running_requests)),
         *("--stream-interval", str(engine.stream_interval)),
         *("--threads", str(engine.threads)),
         *("--seed", str(seed)),
     ]
 
 
-def rank_command(run: RunDir, cell: str, *, core: bool) -> list[str]:
-    """One trainer rank."""
+def _emulated(config: Config, cell: str) -> list[str]:
+    """The profile's laws in seconds that pass."""
+    laws, scheduler = config.emulate, config.scheduler
+    order = int(cell.removeprefix("c"))
+    slots = scheduler.cell_slots[order] if scheduler.cell_slots else scheduler.slots_per_cell
+    return [
+        *("--slots", str(slots)),
+        *("--tokens-per-s", repr(laws.tokens_per_h / 3600.0 / laws.time_scale)),
+        *("--load-slope", repr(laws.load_slope)),
+        *("--load-floor", repr(laws.load_floor)),
+        *("--release-s", repr(laws.to_train_s * laws.time_scale)),
+        *("--update-s", repr(laws.to_rollout_s * laws.time_scale)),
+    ]
+
+
+def rank_command(run: RunDir, config: Config, cell: str, *, core: bool) -> list[str]:
+    """One trainer rank; emulated beside an emulated engine."""
+    if config.engine.kind == "emulate":
+        return [sys.executable, "-m", "celld.emulate.trainer", "--run", str(run.root), "--cell", cell]
     return [
         sys.executable,
         "-m",

@@ -96,7 +96,7 @@ class AgentShell(Shell):
     async def _launch_rank(self) -> None:
         await self._children["rank"].end()
         self._run.retract(f"rank-{self._cell}")
-        await self._children["rank"].start(rank_command(self._run, self._cell, core=self._cell == "c0"))
+        await self._children["rank"].start(rank_command(self._run, self._config, self._cell, core=self._cell == "c0"))
         state = await self._rank.ask(m.StopTraining(epoch=0), timeout_s=CHILD_START_S)
         self.post(c.ChildUp(child="rank", version=state.version))
 
@@ -108,7 +108,7 @@ class AgentShell(Shell):
         port_file = self._run.path("endpoints", f".engine-{self._cell}.port")
         port_file.unlink(missing_ok=True)
         seed = self._config.scheduler.seed * 1000 + int(self._cell.removeprefix("c"))
-        command = engine_command(self._run, self._config, folder, version, port_file, seed)
+        command = engine_command(self._run, self._config, self._cell, folder, version, port_file, seed)
         await self._children["engine"].start(command)
         port = await self._port(port_file)
         url = f"http://{self._config.cluster.bind}:{port}"

@@ -10,12 +10,15 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from celld.trainer.rank import Rank
 from gyre_base import messages as m
 from gyre_base.bus import Received, Server
 from gyre_base.daemon import HEARTBEAT_S
+
+if TYPE_CHECKING:
+    from celld.emulate.rank import EmulatedRank
+    from celld.trainer.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +26,7 @@ log = logging.getLogger(__name__)
 class RankService:
     """`serve` and `beat` run beside `Rank.work`; the first to fail sets `failed`."""
 
-    def __init__(self, rank: Rank, server: Server, number: int = 0) -> None:
+    def __init__(self, rank: Rank | EmulatedRank, server: Server, number: int = 0) -> None:
         self._rank, self._server, self._number = rank, server, number
         self._epoch = 0
         self._tasks: set[asyncio.Task[None]] = set()
