@@ -3,18 +3,20 @@
 A request becomes a call with an id of its own. It is sent to proxyd, again after any break and under the same id,
 until a whole answer is there; only then does content go out. So proxyd may die and move, and the harness sees a slow
 answer. Counts what the waits cost and what errors were shown. Knows no dialect beyond how a stream stays open and how
-it says that it failed.
+it says that it failed. For a sandbox without network an execution may have a Unix socket as well, which is its alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gyre_exec import http1
 from gyre_exec.downstream import Downstream, Waiter
@@ -26,6 +28,7 @@ CLIMBS = re.compile(rb"(^|/)(\.|%2e){1,2}(/|$)", re.IGNORECASE)
 RESEND = frozenset({502, 503})  # proxyd is there but can't yet
 DROPPED = http1.HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-gyre-call"}
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 2.0
+MAX_SOCKET_PATH_BYTES = 107  # what the kernel takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,7 @@ class Account:
     waited_s: float = 0.0  # as proxyd says
     open: dict[bytes, list[Call]] = field(default_factory=dict)
     closed: bool = False
+    sockets: dict[Path, asyncio.AbstractServer] = field(default_factory=dict)
     _broken: int = 0
     _broken_since: float = 0.0
     _broken_s: float = 0.0
@@ -123,6 +127,27 @@ class Relay:
         account = self._accounts[execution] = Account(execution)
         return account
 
+    async def listen(self, execution: str, path: Path) -> None:
+        """A Unix socket (0600) for an open execution until `close`: whoever connects is that execution.
+
+        Both `/x/{execution}/v1/...` and plain `/v1/...` are understood: a harness that is given a socket may drop the
+        path of its base URL. Raises OSError, ValueError for a path that is too long for a socket.
+        """
+        if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes: {path}")
+        account, prefix = self._accounts[execution], b"/x/" + execution.encode()
+
+        def accept(waiter: Waiter, request: http1.Message) -> None:
+            if not request.target.startswith(prefix + b"/"):
+                request = dataclasses.replace(request, target=prefix + request.target)
+            self.accept(waiter, request)
+
+        server = await asyncio.get_running_loop().create_unix_server(
+            lambda: Downstream(accept, self._connections), str(path), backlog=128
+        )
+        path.chmod(0o600)
+        account.sockets[path] = server
+
     def clock(self, execution: str) -> tuple[float, bool]:
         """(seconds to credit so far, whether a call is open)."""
         account = self._accounts[execution]
@@ -133,6 +158,10 @@ class Relay:
         account = self._accounts.pop(execution)
         waited_s = account.credit_s(self._now())
         account.closed = True
+        for path, server in account.sockets.items():
+            server.close()
+            path.unlink(missing_ok=True)
+        account.sockets.clear()
         for calls in list(account.open.values()):
             for call in calls:
                 call.stop()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -311,3 +312,22 @@ async def test_raw_http_pipelining_continue_chunked_and_garbage() -> None:
         writer.write(b"nonsense\r\n\r\n")
         assert b"HTTP/1.1 400 " in await asyncio.wait_for(reader.read(), 5)
         writer.close()
+
+
+async def test_a_unix_socket_is_its_executions_alone_with_and_without_the_path(tmp_path: Path) -> None:
+    async with world() as w:
+        path = tmp_path / "relay.sock"
+        w.relay.open("f")
+        await w.relay.listen("e", path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as session:
+            for target in ("/x/e/v1/messages", "/v1/messages"):
+                async with session.post(f"http://relay{target}?beta=true", json=BODY) as answer:
+                    assert (await answer.json())["path"] == "/x/e/v1/messages?beta=true"
+            async with session.post("http://relay/x/f/v1/messages", json=BODY) as answer:
+                assert (await answer.json())["path"] == "/x/e/x/f/v1/messages", "it reached another execution"
+        w.relay.close("e")
+        assert not path.exists()
+        w.relay.open("e")
+        with pytest.raises(ValueError, match="at most 107 bytes"):
+            await w.relay.listen("e", tmp_path / ("x" * 120))
