@@ -155,11 +155,17 @@ def run_main(main: Callable[[], Coroutine[Any, Any, None]], on_stop: Callable[[]
     asyncio.run(main())
 
 
-def stop_on_signals(stopping: asyncio.Event) -> None:
-    """TERM, INT and USR1 mean the same everywhere in gyre: leave cleanly, losing nothing."""
+def stop_on_signals(stopping: asyncio.Event, told: Callable[[], None] | None = None) -> None:
+    """TERM, INT and USR1 mean the same everywhere in gyre: leave cleanly, losing nothing. `told` is called first."""
     loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        if told is not None:
+            told()
+        stopping.set()
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, leave)
 
 
 def log_to(path: Path | None, *, name: str) -> None:

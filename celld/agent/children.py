@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from gyre_base.allocation import own_address
 from gyre_base.config import Config
 from gyre_base.daemon import die_with_parent
 from gyre_base.rundir import RunDir
@@ -74,7 +75,7 @@ def engine_command(
         sys.executable,
         *("-m", ENGINES[engine.kind]),
         *("--model", str(model)),
-        *("--host", config.cluster.bind),
+        *("--host", own_address(config.cluster.bind)),
         *("--port", "0"),
         *("--port-file", str(port_file)),
         *("--served-model-name", config.model.served_name),

@@ -12,11 +12,13 @@ from typing import Any
 
 from celld.agent import core as c
 from celld.agent.children import Child, engine_command, rank_command
+from celld.agent.deadman import DeadMan, Verdict, read_beat, requeue
 from celld.agent.switching import Switcher
 from celld.engine_client import EngineClient, EngineError
 from celld.weights import SocketTransport, WeightsError
 from gyre_base import config as configuration
 from gyre_base import messages as m
+from gyre_base.allocation import Allocation, own_address
 from gyre_base.bus import Client, NoAnswer, Server
 from gyre_base.config import Config
 from gyre_base.daemon import HEARTBEAT_S, Send, Shell, log_to, stop_on_signals
@@ -28,6 +30,7 @@ from gyre_base.vocabulary import Role
 log = logging.getLogger(__name__)
 CHILD_START_S = 180.0  # torch and megatron on a busy machine
 PROBE_EVERY_S = 5.0
+ENDING_S = 3.0  # the supervisor is told that Slurm ends us; within this it answers, or it ends too
 SILENT_PROBES = 6  # engine probes without an answer before it counts as stalled
 
 
@@ -54,6 +57,10 @@ class AgentShell(Shell):
         }
         self._engine: EngineClient | None = None
         self._switch: asyncio.Task[None] | None = None
+        self._allocation = Allocation.here()
+        self._supervisor = Client(run, keys, "supervisor", identity=f"celld:{cell}:{life}")
+        self.signalled = False  # told to end by a signal: in a job that is Slurm's word, the supervisor sends a message
+        self.orphaned = False
 
     def _child_died(self, child: str, detail: str) -> None:
         self.post(c.ChildDied(child=child, detail=detail))
@@ -111,7 +118,7 @@ class AgentShell(Shell):
         command = engine_command(self._run, self._config, self._cell, folder, version, port_file, seed)
         await self._children["engine"].start(command)
         port = await self._port(port_file)
-        url = f"http://{self._config.cluster.bind}:{port}"
+        url = f"http://{own_address(self._config.cluster.bind)}:{port}"
         if self._engine is not None:
             await self._engine.close()
         self._engine = EngineClient(url, admin_key=self._keys.admin)
@@ -202,10 +209,41 @@ class AgentShell(Shell):
                 await self._children["engine"].end()
                 self._child_died("engine", f"no answer to {SILENT_PROBES} probes")
 
+    async def heed_supervisor(self) -> None:
+        """In a Slurm job: the dead-man switch. Whoever is fenced or orphaned stops its work and ends."""
+        if self._allocation is None:
+            return
+        loop = asyncio.get_running_loop()
+        switch = DeadMan(self._config.cluster.dead_man_s, heard_at=loop.time(), looked_at=loop.time())
+        beat = m.Heartbeat(kind="celld", name=self._cell, life=self._allocation.restarts)
+        while True:
+            with contextlib.suppress(NoAnswer):
+                answer = await self._supervisor.ask(beat, timeout_s=HEARTBEAT_S)
+                if isinstance(answer, m.Refused):
+                    return self._stop_work(f"fenced: {answer.why}")
+                switch.heard(loop.time())
+            with contextlib.suppress(TimeoutError):
+                word = await asyncio.wait_for(asyncio.to_thread(read_beat, self._run), HEARTBEAT_S)
+                switch.saw(word, loop.time())
+            match switch.verdict(loop.time(), 3 * HEARTBEAT_S):
+                case Verdict.CUT:
+                    return self._stop_work("the supervisor lives and can't be reached: this node is cut off")
+                case Verdict.ORPHANED:
+                    self.orphaned = True
+                    return self._stop_work("the supervisor is gone")
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _stop_work(self, why: str) -> None:
+        log.error("dead-man switch: %s; this cell stops its work", why)
+        self.stopping.set()
+
     async def answer_people(self) -> None:
         async for received in self._server:
             if isinstance(received.message, m.StatusRequest):
                 await self._server.send(received.peer, m.StatusReply(rows=(self._row(),)), received.correlation)
+            elif isinstance(received.message, m.OperatorOrder) and received.message.verb == "stop":
+                await self._server.send(received.peer, m.Done(note="stopping"), received.correlation)
+                self.stopping.set()
             elif isinstance(received.message, m.OperatorOrder):
                 refusal = m.Refused(why=f"a cell takes no order {received.message.verb!r}; say it to cellctl")
                 await self._server.send(received.peer, refusal, received.correlation)
@@ -229,12 +267,17 @@ class AgentShell(Shell):
     async def close(self) -> None:
         """Children first; then the connections."""
         self._stop_switch()
+        if self.signalled and self._allocation is not None:
+            with contextlib.suppress(NoAnswer):
+                await self._supervisor.ask(m.CellEnding(cell=self._cell, why="TERM"), timeout_s=ENDING_S)
         for name in ("engine", "rank"):
             await self._children[name].end()
         await self._cellctl.send(m.Goodbye(kind="celld", name=self._cell, life=self._life))
         if self._engine is not None:
             await self._engine.close()
-        for connection in (self._cellctl, self._rank, self._transport):
+        if self.orphaned and self._allocation is not None:
+            log.error("dead-man switch: %s", await requeue(self._run, self._allocation))
+        for connection in (self._cellctl, self._supervisor, self._rank, self._transport):
             connection.close()
         assert self.journal is not None
         self.journal.close()
@@ -259,9 +302,10 @@ async def _serve(run: RunDir, cell: str) -> None:
     life = run.next_life(f"celld-{cell}")
     server = Server(run, keys, kind="celld", name=f"celld-{cell}", life=life, bind=config.cluster.bind)
     shell = AgentShell(run, keys, config, cell, life, server)
-    stop_on_signals(shell.stopping)
+    stop_on_signals(shell.stopping, lambda: setattr(shell, "signalled", True))
     server.start()
-    for work in (shell.hear_cellctl(), shell.beat(), shell.probe_engine(), shell.answer_people()):
+    works = (shell.hear_cellctl(), shell.beat(), shell.probe_engine(), shell.answer_people(), shell.heed_supervisor())
+    for work in works:
         shell.spawn(work)
     shell.post(c.Start())
     try:
