@@ -252,16 +252,21 @@ class ExecutorCore:
     def _evaluated(self, held: Held, event: e.Evaluated, now: float) -> None:
         if held.cancelled is not None:
             self._report(held, Outcome.CANCELLED, now, error=held.cancelled)
-        elif event.verdict == "failed" and held.tries <= self.limits.evaluator_retries:
+        elif event.verdict == "failed" and held.tries <= self._retries(event):
             held.tries += 1
             held.story.append(f"evaluator try {held.tries}")
-            self._out.append(e.Evaluate(execution=event.execution, attempt=held.tries))
+            self._out.append(e.Evaluate(execution=event.execution, attempt=held.tries, time_up=held.time_up))
         elif event.verdict == "scored":
             self._report(held, Outcome.PARTIAL if held.time_up else Outcome.SCORED, now, verdict=event)
         elif event.verdict == "no_artifact":
             self._report(held, Outcome.NO_ARTIFACT, now, verdict=event)
+        elif event.verdict == "refused":
+            self._report(held, Outcome.UNSCORED, now, verdict=event)
         else:
             self._report(held, Outcome.EVALUATOR_FAILED, now, verdict=event)
+
+    def _retries(self, event: e.Evaluated) -> int:
+        return event.retry_budget if event.retry_budget >= 0 else self.limits.evaluator_retries
 
     def _report(
         self, held: Held, outcome: Outcome, now: float, *, error: str = "", verdict: e.Evaluated | None = None
@@ -301,7 +306,7 @@ class ExecutorCore:
             held = self.held[self._to_score.popleft()]
             self._move(held, State.SCORING)
             held.tries = 1
-            self._out.append(e.Evaluate(execution=held.order.execution, attempt=1))
+            self._out.append(e.Evaluate(execution=held.order.execution, attempt=1, time_up=held.time_up))
 
     def _tick(self, now: float) -> None:
         if self._wake_at is not None and now >= self._wake_at - EARLY_S:

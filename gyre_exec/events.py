@@ -60,7 +60,9 @@ class HarnessEnded:
 
 @message("exec.evaluated")
 class Evaluated:
-    """One run of the evaluator: `scored`, `no_artifact`, `failed` (crash or rubbish: may be tried again) or `hung`."""
+    """One run of the evaluator: `scored`, `no_artifact`, `failed` (crash or rubbish: may be tried again), `hung`, or
+    `refused` (the task says that work which ran out of time can't be graded). `retry_budget` -1: the executor's.
+    """
 
     execution: str
     verdict: str
@@ -69,6 +71,7 @@ class Evaluated:
     evaluator: str = ""
     version: str = ""
     error: str = ""
+    retry_budget: int = -1
 
 
 # ---- core -> shell ------------------------------------------------------------------------------------------------
@@ -105,10 +108,11 @@ class StopHarness:
 
 @message("exec.evaluate")
 class Evaluate:
-    """Run the evaluator once. Answered by `exec.evaluated`."""
+    """Run the evaluator once. Answered by `exec.evaluated`. `time_up`: by the ruler for partial work."""
 
     execution: str
     attempt: int
+    time_up: bool = False
 
 
 @message("exec.settle")

@@ -19,9 +19,10 @@ PLACEHOLDERS = ("python", "task_file_dir", "workspace", "tests", "out", "instruc
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")
 KINDS = ("command", "junit", "pytest", "rubric", "harbor")
 JUDGE = str(Path(__file__).with_name("rubric.py"))
+# -I: neither the current directory nor PYTHONPATH, so a pytest.py of the agent's is not the one that runs
 PYTEST = (
-    *("{python}", "-m", "pytest", "{tests}", "--junitxml={out}", "--rootdir={tests}", "-q"),
-    *("--continue-on-collection-errors", "-p", "no:cacheprovider"),
+    *("{python}", "-I", "-m", "pytest", "{tests}", "--junitxml={out}", "--rootdir={tests}", "-q"),
+    *("-o", "pythonpath='{workspace}'", "--continue-on-collection-errors", "-p", "no:cacheprovider"),
 )
 
 

@@ -95,7 +95,7 @@ def test_at_the_limit_waits_are_credited_then_term_then_kill_then_partial() -> N
     assert core.handle(Tick(), 14.0) == [e.ReadClock(execution="x"), WakeAt(at=19.0)]
     assert core.handle(clock, 14.0) == [e.StopHarness(execution="x", now=False), WakeAt(at=17.0)]
     assert core.handle(Tick(), 17.0) == [e.StopHarness(execution="x", now=True), WakeAt(at=20.0)]
-    assert core.handle(ended("x", -9), 17.1) == [e.Evaluate(execution="x", attempt=1)]
+    assert core.handle(ended("x", -9), 17.1) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
     assert outcome_in(core.handle(scored("x"), 18.0)).outcome is Outcome.PARTIAL
 
 
@@ -145,6 +145,25 @@ def test_a_crash_of_the_evaluator_is_tried_again_once_and_is_never_a_zero() -> N
     assert core.handle(failed, 2.0) == [e.Evaluate(execution="x", attempt=2)]
     finished = outcome_in(core.handle(failed, 3.0))
     assert (finished.outcome, finished.score, finished.error) == (Outcome.EVALUATOR_FAILED, None, "boom")
+
+
+def test_an_evaluator_has_its_own_budget_of_tries() -> None:
+    for budget in (0, 3):
+        core = running()
+        core.handle(ended("x"), 1.0)
+        failed = e.Evaluated(execution="x", verdict="failed", retry_budget=budget)
+        for attempt in range(budget):
+            assert core.handle(failed, 2.0) == [e.Evaluate(execution="x", attempt=attempt + 2)]
+        assert outcome_in(core.handle(failed, 3.0)).outcome is Outcome.EVALUATOR_FAILED
+
+
+def test_partial_work_that_can_not_be_graded_is_unscored_and_not_a_zero() -> None:
+    core = running(limit_s=1.0)
+    core.handle(Tick(), 1.0)
+    core.handle(e.ClockRead(execution="x", waited_s=0.0, call_open=False), 1.0)
+    assert core.handle(ended("x", -15), 1.5) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
+    finished = outcome_in(core.handle(e.Evaluated(execution="x", verdict="refused", error="can't be graded"), 2.0))
+    assert (finished.outcome, finished.score, finished.error) == (Outcome.UNSCORED, None, "can't be graded")
 
 
 def test_a_hang_of_the_evaluator_is_not_repeated() -> None:

@@ -1,0 +1,45 @@
+"""The state that an agent left: copied for each evaluator, so that none of them changes what another one sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+
+class StateError(Exception):
+    """What an execution left can't be read."""
+
+
+def copy_state(source: Path, target: Path) -> None:
+    """Files, directories and links (as links, never followed); sockets, pipes and devices stay behind.
+
+    A file that can't be read is left out: the agent chose its mode. Raises StateError if there is no such directory.
+    """
+    if not source.is_dir() or source.is_symlink():
+        raise StateError(f"no workspace is kept at {source}")
+    target.mkdir(parents=True, mode=0o700)
+    _copy_folder(source, target)
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    pending = [(source, target)]
+    while pending:
+        here, there = pending.pop()
+        try:
+            entries = list(os.scandir(here))
+        except PermissionError:
+            continue
+        for entry in entries:
+            copy = there / entry.name
+            if entry.is_symlink():
+                copy.symlink_to(Path(entry.path).readlink())
+            elif entry.is_dir(follow_symlinks=False):
+                copy.mkdir(mode=0o700)
+                pending.append((here / entry.name, copy))
+            elif stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                try:
+                    shutil.copy2(entry.path, copy, follow_symlinks=False)
+                except PermissionError:
+                    continue
