@@ -10,10 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import click
 import orjson
+
+if TYPE_CHECKING:
+    from gyre_base.rundir import RunDir
 
 F = TypeVar("F", bound=Callable[..., Any])
 NO, USAGE, NO_ANSWER, REFUSED = 1, 2, 3, 4
@@ -59,6 +63,11 @@ def guarded(function: F) -> F:
         except RunDirError as error:
             fail(str(error), USAGE)
         except NoAnswer as error:
+            from gyre_cli import remote
+
+            code = remote.again_inside(run_root(kwargs.get("run_dir"))) if "run_dir" in kwargs else None
+            if code is not None:
+                sys.exit(code)
             fail(str(error), NO_ANSWER)
 
     return inner  # type: ignore[return-value]
@@ -73,6 +82,7 @@ def ask(run_dir: str | None, server: str, message: Any, timeout_s: float = 4.0) 
     from gyre_base.rundir import RunDir
 
     run = RunDir.open(run_root(run_dir))
+    timeout_s = _patience(run, server, timeout_s)
 
     async def question() -> Any:
         client = Client(run, load_keys(run), server)
@@ -82,6 +92,16 @@ def ask(run_dir: str | None, server: str, message: Any, timeout_s: float = 4.0) 
             client.close()
 
     return asyncio.run(question())
+
+
+def _patience(run: RunDir, server: str, timeout_s: float) -> float:
+    """Short where the port is not even open to us and a step inside the job can ask instead (remote.py)."""
+    from gyre_cli import remote
+
+    endpoint = run.endpoint(server)
+    if endpoint is None or urlsplit(endpoint.address).hostname == "127.0.0.1" or not remote.may_help(run.root):
+        return timeout_s
+    return timeout_s if remote.reachable(endpoint.address) else min(timeout_s, remote.PROBE_S)
 
 
 def view(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import click
 
 from gyre_cli import common
 from gyre_cli.common import guarded, json_option, run_option
+from gyre_cli.tasks import tasks
 
 
 @click.group()
@@ -111,13 +113,41 @@ def quickstart_command(run_dir: str, as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@run_option
+@click.option("--run", "run_dir", metavar="DIR", help="One run in detail (default: $GYRE_RUN, else list all runs).")
 @json_option
 @guarded
 def status(run_dir: str | None, as_json: bool) -> None:
-    """The run in one table."""
-    rows = common.view(run_dir, "cellctl", "status")[:1]
-    common.print_json(rows) if as_json else common.print_tables(rows, hidden=("last_step", "now"))
+    """Your runs with state and time left; with --run, one run in detail."""
+    if run_dir or os.environ.get("GYRE_RUN"):
+        rows = common.view(run_dir, "cellctl", "status")[:1]
+        common.print_json(rows) if as_json else common.print_tables(rows, hidden=("last_step", "now"))
+        return
+    from gyre_cli import listing
+
+    found, complaint = listing.rows()
+    if complaint:
+        click.echo(f"the queue is not known: {complaint}", err=True)
+    if as_json:
+        common.print_json(found)
+    elif found:
+        common.print_tables(listing.for_people(found))
+    else:
+        click.echo(
+            "no runs yet; `gyre quickstart` makes one here, `gyre init` and `gyre submit` on a cluster", err=True
+        )
+
+
+@main.command()
+@run_option
+@guarded
+def top(run_dir: str | None) -> None:
+    """One run live on the terminal until interrupted: cells, roles, water level, scores."""
+    from gyre_cli.display import Display
+
+    with contextlib.suppress(KeyboardInterrupt), Display(common.run_root(run_dir)) as display:
+        while True:
+            display.update(common.view(run_dir, "cellctl", "status"))
+            time.sleep(1.0)
 
 
 @main.command()
@@ -185,6 +215,8 @@ def exec_command(name: str, run_dir: str | None) -> None:
     root = common.run_root(run_dir)
     run_main(lambda: run_executor(root, name))
 
+
+main.add_command(tasks)
 
 if __name__ == "__main__":
     main()

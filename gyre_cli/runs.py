@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from gyre_base import config as configuration
-from gyre_base.allocation import own_address
+from gyre_base.allocation import Allocation, own_address
 from gyre_base.config import Config, ConfigError
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
+from gyre_cli import registry
 from gyre_cli.common import LATEST
 
 
@@ -32,7 +33,7 @@ def create(root: str, config_file: Path, overrides: dict[str, Any] | None = None
     make_keys(run)
     run.write_atomic("run.toml", config_file.read_text())
     run.write_atomic("run.json", configuration.to_json(config))
-    point_latest(run)
+    remember(run)
     return run, config
 
 
@@ -45,12 +46,12 @@ def differences(old: Config, new: Config) -> list[str]:
 
 def reopen(root: str) -> tuple[RunDir, Config]:
     run = RunDir.open(root)
-    point_latest(run)
+    remember(run)
     return run, configuration.from_json(run.path("run.json").read_text())
 
 
-def check(config: Config) -> None:
-    """What can be known to fail before anything starts. Raises ConfigError."""
+def check(config: Config, *, here: bool = True) -> None:
+    """What can be known to fail before anything starts; with `here` on this very machine. Raises ConfigError."""
     needed = {
         "model.path": Path(config.model.path) / "config.json" if config.model.path else None,
         "tasks.train": Path(config.tasks.train) if config.tasks.train else None,
@@ -64,7 +65,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key}: no such file: {path}")
     if not config.tasks.harness:
         raise ConfigError('tasks.harness is not set: the command that runs your agent, such as ["python3", "agent.py"]')
-    check_address(own_address(config.cluster.bind))
+    if here:
+        check_address(own_address(config.cluster.bind))
     from gyre_exec.tasks import check as check_tasks
 
     paths = [Path(p) for p in (config.tasks.train, config.tasks.heldout) if p]
@@ -82,6 +84,13 @@ def check_address(bind: str) -> None:
         except OSError as error:
             words = f"cluster.bind: cannot listen on {bind}: {error.strerror}; name an address of this machine"
             raise ConfigError(words) from None
+
+
+def remember(run: RunDir) -> None:
+    """For `gyre status`, and for commands that name no run."""
+    point_latest(run)
+    around = Allocation.here()
+    registry.note(run.root, job=around.job if around else "")
 
 
 def point_latest(run: RunDir) -> None:

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
+STATE = "XDG_STATE_HOME"  # where gyre keeps its list of runs
+
 
 def pytest_addoption(parser):
     parser.addoption("--rewrite-golden", action="store_true", help="write what is, instead of comparing")
+
+
+def pytest_configure(config):
+    """Runs of tests do not enter the list of the user who tests."""
+    config._own_state = tempfile.mkdtemp(prefix="gyre-state-")
+    os.environ[STATE] = config._own_state
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(config._own_state, ignore_errors=True)
