@@ -1,13 +1,14 @@
 """Which recorded history a request continues, and the exact token ids of its prompt.
 
 Owns the tree of one execution's calls. A request is walked message by message; an assistant message that is an answer
-of ours (by the tool-call ids that we issued, then by content) stands for that answer's own ids, so sampled tokens are
+of ours (by the ids and marks that we issued, then by content) stands for that answer's own ids, so sampled tokens are
 never encoded again. The longest recorded call on the walk is the base: its prompt and completion are reused as they
 are and only what follows is rendered. A real difference is a branch. Pure: no IO, no clock.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,16 +17,22 @@ import numpy as np
 from gyre_base.runfile import Agent, Attempt, Ids
 from proxyd.chat import ChatModel, Piece
 from proxyd.conversation import (
+    NO_HINTS,
     Conversation,
+    Hints,
     Message,
     Spoken,
     digest,
     exact_key,
     loose_key,
+    mark_of,
     message_key,
+    same_reasoning,
     text_bytes,
 )
+from proxyd.echo import same_calls
 from proxyd.labels import Labels, Relabel, Root
+from proxyd.patterns import worded_as_summary
 
 REMEMBERED_STARTS = 4096  # request digests per execution for counting attempts
 
@@ -44,6 +51,7 @@ class Node:
     spoken: Spoken
     finish: str
     tokens: int  # prompt and completion
+    reasoning_tokens: int = 0
     at: float = 0.0  # when it was finished, s since the epoch
     waited_s: float = 0.0
 
@@ -63,6 +71,7 @@ class Plan:
     root: Root | None
     asked: bool
     attempt: Attempt
+    purpose: str = "turn"
     spliced: int = 0  # answers of ours that stand in a new context: their ids were reused all the same
     relabels: list[Relabel] = field(default_factory=list)
 
@@ -79,12 +88,7 @@ class Plan:
         return b",".join(p.json for p in self._pieces() if p.json)
 
     def prompt_ids(self) -> Ids:
-        out = np.empty(self.prompt_tokens, np.int32)
-        at = 0
-        for piece in self._pieces():
-            out[at : at + len(piece.ids)] = piece.ids
-            at += len(piece.ids)
-        return out
+        return np.frombuffer(b"".join(piece.ids for piece in self._pieces()), np.int32)
 
     def _pieces(self) -> list[Piece]:
         parts = [self.tail]
@@ -128,11 +132,22 @@ class Forest:
 
     # ---- a request ------------------------------------------------------------------------------------------------
 
-    def plan(self, call: str, conversation: Conversation) -> Plan:
+    def plan(self, call: str, conversation: Conversation, hints: Hints = NO_HINTS) -> Plan:
         """The exact prompt of a request. Counts it as an attempt; tells new roots from continued histories."""
-        walk = self._walk(conversation)
+        return self._planned(call, conversation, self._walk(conversation, digest(b"root", conversation.tools)), hints)
+
+    def go_on(self, call: str, since: bytes, conversation: Conversation, hints: Hints = NO_HINTS) -> Plan | None:
+        """As `plan`, of a request of which only the messages after a known one are given: `since` is that one's start.
+
+        None, and nothing counted, if an answer of ours is not among them: then the whole request must be read.
+        """
+        new = Conversation(conversation.messages[conversation.head :], conversation.tools)
+        walk = self._walk(new, since)
+        return self._planned(call, new, walk, hints) if walk.base is not None else None
+
+    def _planned(self, call: str, conversation: Conversation, walk: _Walk, hints: Hints) -> Plan:
         new = conversation.messages[walk.base_at :]
-        self.labels.closed([m.call_id for m in new if m.role == "tool"])
+        results = [m.call_id for m in new if m.role == "tool"]
         plan = Plan(
             base=walk.base,
             tail=_join(self._tail(conversation, walk)),
@@ -141,14 +156,20 @@ class Forest:
             root=None,
             asked=walk.base is not None and _asks(new),
             attempt=self._attempt(walk.start, call),
+            purpose="summary" if hints.purpose == "summary" else "turn",
             spliced=sum(1 for place in walk.ours if place >= walk.base_at),
         )
         if walk.base is None:
-            plan.agent, plan.root, plan.relabels = self.labels.root(conversation)
+            plan.agent, plan.root, plan.relabels = self.labels.root(conversation, hints)
+        else:
+            plan.agent = self.labels.continued(walk.base.agent, results, hints)
+            if plan.purpose == "turn" and plan.asked and worded_as_summary(hints.tool, new[-1].last_text):
+                plan.purpose = "summary"
+        self.labels.closed(results)
         return plan
 
-    def _walk(self, conversation: Conversation) -> _Walk:
-        walk = _Walk(digest(b"root", conversation.tools))
+    def _walk(self, conversation: Conversation, start: bytes) -> _Walk:
+        walk = _Walk(start)
         for place, message in enumerate(conversation.messages):
             if message.role != "assistant":
                 walk.start = digest(walk.start, message_key(message))
@@ -166,15 +187,15 @@ class Forest:
 
         Beside it the name under which the history goes on; it must never depend on answers that come later.
         """
-        if message.calls and (node := self._issued.get(message.calls[0].id)) is not None:
-            same_ids = [c.id for c in message.calls] == [c.id for c in node.spoken.calls]
-            if same_ids and (_same(message, node.spoken) or loose_key(message) == loose_key(node.spoken)):
-                return node, text_bytes(node.call)
+        node = self._issued.get(message.calls[0].id) if message.calls else None
+        node = node or (self._issued.get(message.mark) if message.mark else None)
+        if node is not None and _echoes(message, node.spoken):
+            return node, text_bytes(node.call)
         key = exact_key(message)
         alike = self._here.get((start, key))
         if alike is None and not message.calls:
             alike = self._here.get((start, loose_key(message)))
-        if alike is not None:
+        if alike is not None and same_reasoning(message, alike.newest.spoken):
             return alike.newest, text_bytes(alike.first.call)
         return self._anywhere.get(key), key
 
@@ -192,7 +213,7 @@ class Forest:
             if node is None:
                 run.append(messages[place])
                 continue
-            out += [*chat.units(run), chat.header, node.completion, chat.filler(node.completion.ids)]
+            out += [*chat.units(run), chat.opening, node.completion, chat.filler(node.completion.ids)]
             run = []
         return [*out, *chat.units(run), chat.opening]
 
@@ -201,6 +222,12 @@ class Forest:
         if len(self._starts) < REMEMBERED_STARTS:
             self._starts[start] = (first, count + 1)
         return Attempt(of=first, n=count) if count else Attempt()
+
+    def measure(self, conversation: Conversation) -> int:
+        """Prompt tokens of a request, with what of it is recorded. Counts nothing."""
+        walk = self._walk(conversation, digest(b"root", conversation.tools))
+        tail = sum(len(piece.ids) for piece in self._tail(conversation, walk))
+        return tail + (walk.base.tokens if walk.base is not None else 0)
 
     # ---- an answer ------------------------------------------------------------------------------------------------
 
@@ -214,6 +241,7 @@ class Forest:
         *,
         at: float = 0.0,
         waited_s: float = 0.0,
+        reasoning_tokens: int = 0,
     ) -> Node:
         """Record an answer; from now on requests may continue it. Raises ValueError if the call is already there."""
         node = Node(
@@ -229,29 +257,35 @@ class Forest:
             tokens=plan.prompt_tokens + len(completion.ids),
             at=at,
             waited_s=waited_s,
+            reasoning_tokens=reasoning_tokens,
         )
-        self._add(node, plan.root)
+        self._add(node, plan.root, plan.purpose)
         return node
 
-    def restored(self, node: Node, root: Root | None, attempt: Attempt) -> None:
+    def restored(self, node: Node, root: Root | None, attempt: Attempt, purpose: str = "turn") -> None:
         """A call of an earlier life, from the log."""
         first = attempt.of or node.call
         self._starts[node.start] = (first, max(attempt.n + 1, self._starts.get(node.start, ("", 0))[1]))
-        self._add(node, root)
+        self._add(node, root, purpose)
 
-    def _add(self, node: Node, root: Root | None) -> None:
+    def _add(self, node: Node, root: Root | None, purpose: str = "turn") -> None:
         if node.call in self.calls:
             raise ValueError(f"call {node.call} is already recorded")
         self.calls[node.call] = node
+        self._issued[mark_of(node.call)] = node
         for made in node.spoken.calls:
             self._issued[made.id] = node
         key = exact_key(node.spoken)
         self._anywhere[key] = node
         alike = self._here.setdefault((node.start, key), _Alike(node, node))
         alike.newest = node
+        if node.spoken.reasoning:
+            bare = exact_key(node.spoken, reasoning=False)
+            self._anywhere[bare] = node
+            self._here.setdefault((node.start, bare), _Alike(node, node)).newest = node
         if not node.spoken.calls:
             self._here.setdefault((node.start, loose_key(node.spoken)), alike)
-        self.labels.answered(node.call, node.agent, node.spoken, asked=node.asked, root=root)
+        self.labels.answered(node.call, node.agent, node.spoken, asked=node.asked, root=root, purpose=purpose)
 
 
 def _asks(new: Sequence[Message]) -> bool:
@@ -259,13 +293,18 @@ def _asks(new: Sequence[Message]) -> bool:
     return bool(new) and new[-1].role == "user" and all(m.role == "tool" for m in new[:-1])
 
 
-def _same(message: Message, spoken: Spoken) -> bool:
-    """Whether an echo is what we sent, arguments as JSON values. Most are to the letter, and then nothing is parsed."""
+def _echoes(message: Message, spoken: Spoken) -> bool:
+    """Whether a message that bears our ids is what we sent. Most are to the letter, and then nothing is parsed."""
+    if not same_reasoning(message, spoken) or [c.id for c in message.calls] != [c.id for c in spoken.calls]:
+        return False
     if message.text == spoken.text and message.calls == spoken.calls:
         return True
-    return exact_key(message) == exact_key(spoken)
+    return message.text.strip() == spoken.text.strip() and same_calls(message.calls, spoken.calls)
 
 
 def _join(pieces: Iterable[Piece]) -> Piece:
     kept = [p for p in pieces if p.ids]
-    return Piece(tuple(i for p in kept for i in p.ids), b",".join(p.json for p in kept))
+    ids = array("i")
+    for piece in kept:
+        ids.extend(piece.ids)
+    return Piece(ids, b",".join(p.json for p in kept))

@@ -2,14 +2,15 @@
 
 A unit is what a template renders independently of its neighbours: the head (system and tools), one user, system or
 assistant message, one run of tool results. Each begins at a special token, where tokenizers cut anyway, so the ids of
-a conversation are the ids of its units one after another. `load` proves that on sample conversations and refuses a
-template for which it is false. Units are cached, so a long history costs only its new part.
+a conversation are the ids of its units one after another. `load` proves that on sample conversations (proof.py) and
+refuses a template for which it is false. Units are cached, so a long history costs only its new part.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
+import logging
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,22 +19,21 @@ from typing import Any
 
 import orjson
 from jinja2 import TemplateError as JinjaError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from proxyd.conversation import Message, ToolCall
+from proxyd.conversation import Message, Spoken, ToolCall
 from proxyd.detokenise import detokeniser
-from proxyd.parsers import PARSERS, Parsed
+from proxyd.families import family_of
+from proxyd.families.family import Family
+from proxyd.parsers import Parsed, split_reasoning
+from proxyd.proof import prove
+from proxyd.template import TemplateRefused, compile_template
 
-CACHE_IDS = 1_000_000  # token ids held by the unit cache; about 45 MB
+log = logging.getLogger(__name__)
+CACHE_IDS = 1_000_000  # token ids held by the unit cache; about 10 MB
 _X = {"role": "user", "content": "x"}
 _MARK = "qzqz"
 Key = tuple[Any, ...]  # what a unit says; a tuple, so that no text can pass for another unit
-
-
-class TemplateRefused(ValueError):
-    """A tokenizer or template that can't be rendered unit by unit; says what to change."""
 
 
 @dataclass(slots=True)
@@ -60,24 +60,22 @@ class _Cache:
 class Piece:
     """Token ids and their JSON text without brackets ("1,2,3"), which is joined into the engine's request as it is."""
 
-    ids: tuple[int, ...]
+    ids: array[int]  # int32: four bytes per token, and about six for the text
     json: bytes
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> Piece:
-        kept = tuple(ids)
-        return cls(kept, orjson.dumps(kept)[1:-1])
+        kept = list(ids)
+        return cls(array("i", kept), orjson.dumps(kept)[1:-1])
 
 
 class ChatModel:
     """A tokenizer and its template. Deterministic; holds no conversation."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: str, eos: Iterable[str | int] = (), parser: str = "hermes"
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str, eos: Iterable[str | int], family: Family) -> None:
         self.tokenizer = tokenizer
-        self._template = _compile(template)
-        self._parse = PARSERS[parser]
+        self.family = family
+        self._template = compile_template(template)
         self.decode = detokeniser(tokenizer)
         self._units = _Cache()
         self._base = self._text([_X])
@@ -92,13 +90,16 @@ class ChatModel:
             self.encode(_after(self._base, self._text([_X], generate=True), "the generation prompt"))
         )
         self.header = Piece.of(self.encode(header))
+        start, end = family.think or ("", "")
+        self._thinks = bool(start) and self.decode(self.opening.ids).rstrip().endswith(start)
+        self._thought_end = tokenizer.token_to_id(end) if end else None
         eos_ids = {tokenizer.token_to_id(e) if isinstance(e, str) else e for e in eos}
         self.stop_ids = frozenset({self.end_id, *(i for i in eos_ids if i is not None)})
-        _prove(self)
+        prove(self, thinks=family.think is not None)
 
     @classmethod
-    def load(cls, folder: str | Path, parser: str = "hermes") -> ChatModel:
-        """From a Hugging Face directory. Raises TemplateRefused, FileNotFoundError."""
+    def load(cls, folder: str | Path, family: str = "auto") -> ChatModel:
+        """From a Hugging Face directory. Raises TemplateRefused, FileNotFoundError, ValueError (unknown family)."""
         folder = Path(folder)
         tokenizer = Tokenizer.from_file(str(_must_exist(folder / "tokenizer.json")))
         described = _json_of(folder / "tokenizer_config.json")
@@ -112,14 +113,23 @@ class ChatModel:
         eos = described.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
         more = generation.get("eos_token_id", [])
+        ends = [*([eos] if eos else []), *([more] if isinstance(more, int) else more)]
+        return cls._of_family(folder, tokenizer, template, ends, family_of(template, family))
+
+    @classmethod
+    def _of_family(
+        cls, folder: Path, tokenizer: Tokenizer, template: str, ends: list[str | int], family: Family
+    ) -> ChatModel:
+        """With the model's own template if that only appends, else with the family's variant of it."""
         try:
-            return cls(
-                tokenizer, template, [*([eos] if eos else []), *([more] if isinstance(more, int) else more)], parser
-            )
+            return cls(tokenizer, template, ends, family)
         except JinjaError as error:
             raise TemplateRefused(f"the chat template of {folder} fails: {error}") from None
         except TemplateRefused as error:
-            raise TemplateRefused(f"{folder}: {error}") from None
+            if family.variant is None:
+                raise TemplateRefused(f"{folder}: {error}") from None
+            log.info("%s: %s. The append-only template of family %s is used", folder, error, family.name)
+            return cls(tokenizer, family.variant, ends, family)
 
     # ---- ids --------------------------------------------------------------------------------------------------------
 
@@ -131,8 +141,22 @@ class ChatModel:
         """What the model said: the stop token at the end is not part of it."""
         return self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
-    def parse(self, ids: Sequence[int], call: str) -> Parsed:
-        return self._parse(self.completion_text(ids), call)
+    def parse(self, ids: Sequence[int], call: str, tools: bytes = b"") -> Parsed:
+        """What an answer says, under ids issued from its call's. `tools`: JSON, for formats that need their schemas."""
+        text, reasoning = self.completion_text(ids), ""
+        if self.family.think is not None:
+            reasoning, text = split_reasoning(text, self.family.think, opened=self._thinks)
+        parsed = self.family.calls(text, call, tools)
+        if not reasoning:
+            return parsed
+        spoken = Spoken(parsed.spoken.text, parsed.spoken.calls, reasoning)
+        return Parsed(spoken, parsed.ill_formed, self._thought_tokens(ids))
+
+    def _thought_tokens(self, ids: Sequence[int]) -> int:
+        """Tokens up to the end of the thinking; all of them if it did not end, 0 if the end is no token of its own."""
+        if self._thought_end is None:
+            return 0
+        return ids.index(self._thought_end) + 1 if self._thought_end in ids else len(ids)
 
     def filler(self, completion: Sequence[int]) -> Piece:
         """Template tokens between a recorded answer and what follows: they belong to the next prompt."""
@@ -174,7 +198,8 @@ class ChatModel:
         return found
 
     def _unit(self, group: tuple[Message, ...]) -> Piece:
-        key = (group[0].role, *(m.text for m in group), *((c.name, c.arguments) for c in group[0].calls))
+        first = group[0]
+        key = (first.role, *(m.text for m in group), first.reasoning, *((c.name, c.arguments) for c in first.calls))
         found = self._units.get(key)
         if found is None:
             text = self._text([_X, *(self._dict(m) for m in group)])
@@ -192,6 +217,8 @@ class ChatModel:
         if role == "system" and not head:
             role = self.mid_system
         out: dict[str, Any] = {"role": role, "content": message.text}
+        if message.reasoning:
+            out["reasoning_content"] = message.reasoning
         if message.calls:
             out["tool_calls"] = [_call_dict(c) for c in message.calls]
         if message.role == "tool":
@@ -252,24 +279,6 @@ def _after(base: str, text: str, what: str) -> str:
     return text[len(base) :]
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent
-    )  # as transformers does: no HTML escapes, no sorting
-
-
-def _raise(message: str) -> None:
-    raise JinjaError(message)
-
-
-def _compile(template: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.date.today().strftime(form)
-    return environment.from_string(template)
-
-
 def _must_exist(path: Path) -> Path:
     if not path.is_file():
         raise FileNotFoundError(
@@ -283,62 +292,3 @@ def _json_of(path: Path) -> dict[str, Any]:
         return {}
     body = json.loads(path.read_text())
     return body if isinstance(body, dict) else {}
-
-
-# ---- the proof at load ----------------------------------------------------------------------------------------------
-
-_TOOLS = orjson.dumps(
-    [
-        {
-            "type": "function",
-            "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object", "properties": {}}},
-        }
-    ]
-)
-_CALL = Message("assistant", "", (ToolCall("c0", "f", '{"a": [1, "é\\n"]}'), ToolCall("c1", "f", "{}")))
-_SAMPLES: dict[str, tuple[list[Message], bytes]] = {
-    "system and users": (
-        [Message("system", "s\n"), Message("user", " u "), Message("assistant", "a"), Message("user", "v")],
-        b"",
-    ),
-    "no system": ([Message("user", "u"), Message("assistant", "a\n"), Message("user", "<b>é\u3000")], b""),
-    "tools": (
-        [
-            Message("system", "s"),
-            Message("user", "u"),
-            _CALL,
-            Message("tool", "1"),
-            Message("tool", "2"),
-            Message("assistant", "x"),
-        ],
-        _TOOLS,
-    ),
-    "tools without system": (
-        [Message("user", "u"), Message("assistant", "t", _CALL.calls[:1]), Message("tool", "\nr\n")],
-        _TOOLS,
-    ),
-    "tool result, then user": (
-        [Message("user", "u"), _CALL, Message("tool", "1"), Message("user", "v"), Message("assistant", "w")],
-        b"",
-    ),
-}
-
-
-def _prove(model: ChatModel) -> None:
-    """Every prefix of the samples, rendered unit by unit, has the ids of its full text. Raises TemplateRefused."""
-    for name, (messages, tools) in _SAMPLES.items():
-        for count in range(1, len(messages) + 1):
-            if messages[0].role == "system" and count == 1:
-                continue
-            if count < len(messages) and messages[count].role == "tool":
-                continue  # a run of tool results is one unit
-            part = messages[:count]
-            if model.render(part, tools) != model.render_whole(part, tools):
-                raise TemplateRefused(
-                    f"the chat template is not append-only: of a conversation of kind '{name}' message {count} "
-                    f"({part[-1].role}) renders differently next to others than alone. Use a variant that renders each "
-                    "message the same wherever it stands (keep thinking blocks of earlier turns, no counters)"
-                )
-            ids = model.render_whole(part, tools)
-            if model.decode(ids) != model.tokenizer.decode(ids, skip_special_tokens=False):
-                raise TemplateRefused("the tokenizer's decoder changes text (clean-up or prefix spaces): set them off")

@@ -30,14 +30,34 @@ class Message:
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
     last_text: str = ""  # the last text block, where a dialect has several in one message
+    reasoning: str = ""
+    mark: str = ""  # what we issued beside tool-call ids: a signature, an item's encrypted content
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in order. `tools` is the JSON text of the tool list, b"" for none."""
+    """Messages in order. `tools` is the JSON text of the tool list, b"" for none.
+
+    `head` says how many of the messages come from fields beside the message list (a dialect's own system field).
+    """
 
     messages: tuple[Message, ...]
     tools: bytes = b""
+    head: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What headers and model names say of a call; structure says more and is asked first (labels)."""
+
+    agent: str = ""  # the agent's id; empty: none was given
+    parent: str = ""  # the agent above, where it is named
+    role: str = ""  # main, sub-agent; empty: not said
+    purpose: str = ""  # turn, summary, side; empty: not said
+    tool: str = ""  # harness and version, for the pattern table
+
+
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +69,7 @@ class Request:
     stream: bool = False
     include_usage: bool = False
     model: str = ""
+    shows_reasoning: bool = True  # whether the client is to be given the text of the thinking
     unknown: tuple[str, ...] = ()
 
 
@@ -64,7 +85,12 @@ class Reply:
     finish: str
     prompt_tokens: int
     completion_tokens: int
-    ill_formed: int = 0
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+
+    @property
+    def mark(self) -> str:
+        return mark_of(self.call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +99,12 @@ class Spoken:
 
     text: str
     calls: tuple[ToolCall, ...] = field(default=())
+    reasoning: str = ""
+
+
+def mark_of(call: str) -> str:
+    """Issued beside an answer, returned untouched by harnesses: a signature of thinking, a Responses item's secret."""
+    return f"gyre-{call}"
 
 
 def digest(*parts: bytes) -> bytes:
@@ -124,6 +156,11 @@ def _loose(value: Any) -> Any:
 
 def _loose_text(text: str) -> Any:
     stripped = text.strip()
+    if stripped[:1] in ("[", "{"):
+        try:
+            return _loose(orjson.loads(stripped))
+        except orjson.JSONDecodeError:
+            pass
     if stripped in ("true", "false"):
         return stripped == "true"
     if stripped[:1] in "-0123456789" and 0 < len(stripped) < 40:
@@ -134,16 +171,27 @@ def _loose_text(text: str) -> Any:
     return "\n".join(line.rstrip() for line in text.split("\n")).strip()
 
 
-def exact_key(spoken: Spoken | Message) -> bytes:
-    """An assistant turn by its content; ids are left out, because a harness may issue its own."""
+def exact_key(spoken: Spoken | Message, *, reasoning: bool = True) -> bytes:
+    """An assistant turn by its content; ids are left out, because a harness may issue its own.
+
+    Reasoning counts where there is any; many harnesses trim it, and some never send it back (`reasoning=False`).
+    """
+    thought = spoken.reasoning.strip() if reasoning else ""
     parts = [b"assistant", text_bytes(spoken.text)]
+    if thought:
+        parts += [b"thought", text_bytes(thought)]
     for call in spoken.calls:
         parts += [text_bytes(call.name), exact_arguments(call.arguments)]
     return digest(*parts)
 
 
+def same_reasoning(message: Message, spoken: Spoken) -> bool:
+    """Whether an echo's reasoning is what was said, or was left out."""
+    return not message.reasoning.strip() or message.reasoning.strip() == spoken.reasoning.strip()
+
+
 def loose_key(spoken: Spoken | Message) -> bytes:
-    """An assistant turn with the lossy parts of an echo taken out."""
+    """An assistant turn with the lossy parts of an echo taken out, reasoning among them."""
     parts = [b"loose", text_bytes(spoken.text.strip())]
     for call in spoken.calls:
         parts += [text_bytes(call.name), loose_arguments(call.arguments)]

@@ -32,12 +32,13 @@ from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir, RunDirError
 from gyre_base.runfile import RunHeader
 from proxyd import calllog, records, views
-from proxyd.chat import ChatModel, TemplateRefused
+from proxyd.chat import ChatModel
 from proxyd.core import Router
 from proxyd.engine import EngineClient
 from proxyd.events import Abort, Cut, Finish, Refuse, Restarted, Submit
 from proxyd.http import Front
 from proxyd.service import Service
+from proxyd.template import TemplateRefused
 
 log = logging.getLogger(__name__)
 

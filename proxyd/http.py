@@ -18,6 +18,8 @@ from gyre_base.keys import Keys
 from proxyd.dialects import BadRequest, Dialect, Failure, Written
 from proxyd.dialects.anthropic import AnthropicMessages
 from proxyd.dialects.openai_chat import OpenAIChat, models
+from proxyd.dialects.openai_responses import OpenAIResponses
+from proxyd.hints import hints_of
 from proxyd.service import Service
 
 log = logging.getLogger(__name__)
@@ -36,12 +38,17 @@ class Front:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        dialects: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat(), "/v1/messages": AnthropicMessages()}
+        dialects: dict[str, Dialect] = {
+            "/v1/chat/completions": OpenAIChat(),
+            "/v1/messages": AnthropicMessages(),
+            "/v1/responses": OpenAIResponses(),
+        }
         for path, dialect in dialects.items():
             app.router.add_post("/x/{execution}" + path, self._calls(dialect))
         app.router.add_post("/x/{execution}/v1/messages/count_tokens", self._guarded(self._count_tokens))
         app.router.add_get("/x/{execution}/v1/models", self._guarded(self._models))
         app.router.add_get("/x/{execution}/v1/models/{model:.+}", self._guarded(self._model))
+        app.router.add_get("/x/{execution}/api/hello", self._guarded(_health))
         app.router.add_get("/health", _health)
         app.router.add_route("*", "/x/{execution}/{rest:.*}", self._guarded(_unknown))
         return app
@@ -63,8 +70,12 @@ class Front:
                 )
             except BadRequest as error:
                 return _plain(dialect.fail(Failure("bad_request", why=str(error))))
-            answer, waited_s = await self._service.answer(execution, number, request)
-            written = dialect.fail(answer) if isinstance(answer, Failure) else dialect.write(answer, request)
+            hints = hints_of(http.headers, request.model)
+            answer, waited_s = await self._service.answer(execution, number, request, hints)
+            if isinstance(answer, Failure):
+                written = dialect.fail(answer, stream=request.stream)
+            else:
+                written = dialect.write(answer, request)
             response = _plain(written)
             response.headers[CALL], response.headers[WAITED] = number, f"{waited_s:.3f}"
             await response.prepare(http)
@@ -109,7 +120,7 @@ class Front:
             request = dialect.read(await http.read())
         except BadRequest as error:
             return _plain(dialect.fail(Failure("bad_request", why=str(error))))
-        return web.json_response({"input_tokens": self._service.count(request)})
+        return web.json_response({"input_tokens": self._service.count(http.match_info["execution"], request)})
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         return _plain(models(self._served_name))

@@ -1,12 +1,14 @@
-"""Who made a call and what for, by structure alone: no header, no wording, no tool name.
+"""Who made a call and what for: by structure first, then by what headers and model names say (hints), then unlabelled.
 
 - The first root of an execution is the main agent.
 - A root whose system and first user text are those of a known agent belongs to it (a retry, or an edited history).
 - A root whose first user text is a text argument of an earlier tool call is that call's sub-agent.
 - A root of an agent's system prompt that quotes a text-only answer to one appended user message continues that agent
-  after a compaction; the quoted call was its summary. That is known only now, so the earlier call is relabelled by a
-  note.
-- Anything else is unlabelled. A call that continues a history has the agent of that history.
+  after a compaction; the quoted call was its summary. Where that is known only now, the earlier call is relabelled by
+  a note.
+- A call that continues a history has the agent of that history, unless it bears the id of another one (a fork).
+- A hint names side calls, tells agents apart that structure can't (same prompt, launched in the background), and
+  names a summary before its answer is quoted.
 
 Pure. The note in the call log: `{"k":"note","text":"relabel","exec":...,"call":...,"purpose":"summary","label":...}`.
 """
@@ -20,9 +22,10 @@ from typing import Any
 import orjson
 
 from gyre_base.runfile import Agent
-from proxyd.conversation import Conversation, Spoken, digest, text_bytes
+from proxyd.conversation import NO_HINTS, Conversation, Hints, Spoken, digest, text_bytes
 
 ASKED_KEPT = 8  # text-only answers per agent that may yet turn out to be summaries
+LOOKED_AT = 4  # messages at the beginning of a root in which a summary is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Relabel:
 class _Asked:
     call: str
     text: str
+    known: bool = False  # it is a summary, and its record or a note says so
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class _Known:
     agent: Agent
     roots: list[Root]
     asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=ASKED_KEPT))
+    named: str = ""  # the id under which headers speak of it
 
 
 def root_of(conversation: Conversation) -> tuple[Root, str, str]:
@@ -74,6 +79,8 @@ def _hex(text: str) -> str:
 
 def label_of(agent: Agent, purpose: str) -> str:
     """The run file's label of a call."""
+    if agent.role == "side":
+        return "side"
     if agent.role not in ("main", "sub-agent"):
         return "unlabelled"
     return f"{agent.role}-summary" if purpose == "summary" else agent.role
@@ -84,40 +91,91 @@ class Labels:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
-        self._arguments: dict[str, str] = {}  # digest of a text argument -> the tool call that gave it
+        self._arguments: dict[str, list[str]] = {}  # digest of a text argument -> open tool calls that gave it
+        self._late: dict[str, list[str]] = {}  # ... and those already answered: a background agent may come later
 
-    def root(self, conversation: Conversation) -> tuple[Agent, Root, list[Relabel]]:
+    def root(self, conversation: Conversation, hints: Hints = NO_HINTS) -> tuple[Agent, Root, list[Relabel]]:
         """The agent of a history that continues none of ours."""
         root, text, last = root_of(conversation)
-        if not self._known:
-            return self._join(Agent(), root), root, []
+        if hints.purpose == "side":
+            return self._join(Agent(id="side", role="side"), root), root, []
+        if not any(k.agent.role == "main" for k in self._known.values()) and hints.role != "sub-agent":
+            return self._join(Agent(), root, hints), root, []
         for known in self._known.values():
-            if root in known.roots:
+            if root in known.roots and known.agent.role != "side" and not self._other(known, hints):
                 return known.agent, root, []
-        for candidate in (text, last):
-            parent = self._arguments.get(_hex(candidate.strip()))
-            if parent is not None:
-                return self._join(Agent(id=f"sub-{parent}", role="sub-agent", parent=parent), root), root, []
-        found = self._compacted(root, text)
+        agent = self._named(hints.agent) or self._started((text, last), hints)
+        if agent is not None:
+            found = self._compacted(root, conversation)
+            return self._join(agent, root, hints), root, [found[1]] if found and found[1] else []
+        found = self._compacted(root, conversation)
         if found is not None:
-            return found[0].agent, root, [found[1]]
+            return found[0].agent, root, [found[1]] if found[1] else []
+        if hints.role == "sub-agent":
+            return self._join(self._new(hints), root, hints), root, []
+        if hints.role == "main":
+            return self._join(Agent(), root), root, []
         return self._join(Agent(id=f"other-{len(self._known)}", role="unlabelled"), root), root, []
 
-    def _join(self, agent: Agent, root: Root) -> Agent:
+    def continued(self, agent: Agent, results: list[str], hints: Hints) -> Agent:
+        """The agent of a call that continues `agent`'s history; `results` are the tool calls it answers."""
+        known = self._known.get(agent.id)
+        if hints.role != "sub-agent" or not hints.agent or known is None or known.named == hints.agent:
+            return agent
+        forked = self._named(hints.agent)
+        if forked is None:
+            forked = self._new(hints, parent=results[-1] if results else None)
+            self._known.setdefault(forked.id, _Known(forked, [], named=hints.agent))
+        return forked
+
+    def _new(self, hints: Hints, parent: str | None = None) -> Agent:
+        """A sub-agent of which no tool call is known, or only the one its history ends with (a fork)."""
+        if parent is None and hints.parent:
+            above = self._named(hints.parent)
+            parent = above.id if above is not None else None
+        name = hints.agent or str(len(self._known))
+        return Agent(id=f"sub-{name}", role="sub-agent", parent=parent)
+
+    def _named(self, name: str) -> Agent | None:
+        return next((k.agent for k in self._known.values() if name and k.named == name), None)
+
+    @staticmethod
+    def _other(known: _Known, hints: Hints) -> bool:
+        """Whether headers say that this is not the agent, however alike their prompts are."""
+        return hints.role == "sub-agent" and bool(hints.agent) and known.named not in ("", hints.agent)
+
+    def _started(self, texts: tuple[str, ...], hints: Hints) -> Agent | None:
+        """The sub-agent of the tool call that gave one of these texts as an argument."""
+        for table in (self._arguments, self._late) if hints.role == "sub-agent" else (self._arguments,):
+            for text in texts:
+                for call in table.get(_hex(text.strip()), ()):
+                    if f"sub-{call}" not in self._known:
+                        return Agent(id=f"sub-{call}", role="sub-agent", parent=call)
+        return None
+
+    def _join(self, agent: Agent, root: Root, hints: Hints = NO_HINTS) -> Agent:
         known = self._known.setdefault(agent.id, _Known(agent, []))
+        known.named = known.named or hints.agent
         if root not in known.roots:
             known.roots.append(root)
         return agent
 
-    def _compacted(self, root: Root, text: str) -> tuple[_Known, Relabel] | None:
+    def _compacted(self, root: Root, conversation: Conversation) -> tuple[_Known, Relabel | None] | None:
+        """Whose compaction this root comes after, and what its summary call is to be called from now on."""
+        head = conversation.messages[: LOOKED_AT + conversation.head]
+        users = "\n".join(m.text for m in head if m.role == "user")
+        answers = {m.text.strip() for m in head if m.role == "assistant"}
         for known in self._known.values():
-            if known.agent.role == "unlabelled" or root.system not in {r.system for r in known.roots}:
+            if known.agent.role not in ("main", "sub-agent") or root.system not in {r.system for r in known.roots}:
                 continue
             for asked in reversed(known.asked):
-                if _quotes(text, asked.text) or (not asked.text.strip() and self._extends(known, text)):
-                    known.asked.remove(asked)
+                quoted = _quotes(users, asked.text) or (asked.text.strip() and asked.text.strip() in answers)
+                empty = not asked.known and not asked.text.strip() and self._extends(known, users)
+                if quoted or empty:
+                    news = None if asked.known else Relabel(asked.call, "summary", label_of(known.agent, "summary"))
+                    asked.known = True
                     known.roots.append(root)
-                    return known, Relabel(asked.call, "summary", label_of(known.agent, "summary"))
+                    return known, news
         return None
 
     @staticmethod
@@ -125,27 +183,42 @@ class Labels:
         """Whether a first user text begins with that of an earlier root: an empty summary leaves no other trace."""
         return any(len(text) > r.user_length and _hex(text[: r.user_length]) == r.user for r in known.roots)
 
-    def answered(self, call: str, agent: Agent, spoken: Spoken, *, asked: bool, root: Root | None) -> None:
+    def answered(
+        self, call: str, agent: Agent, spoken: Spoken, *, asked: bool, root: Root | None, purpose: str = "turn"
+    ) -> None:
         """`asked`: the request was a recorded history (and tool results) plus exactly one user message."""
         known = self._known.setdefault(agent.id, _Known(agent, []))
         if root is not None and root not in known.roots:
             known.roots.append(root)
-        if asked and not spoken.calls:
-            known.asked.append(_Asked(call, spoken.text))
+        if (asked or purpose == "summary") and not spoken.calls:
+            known.asked.append(_Asked(call, spoken.text, known=purpose == "summary"))
         for made in spoken.calls:
             for value in _texts(made.arguments):
-                self._arguments[_hex(value.strip())] = made.id
+                self._arguments.setdefault(_hex(value.strip()), []).append(made.id)
+
+    def named(self, agent: Agent, name: str) -> None:
+        """From the log of an earlier life: the id under which headers spoke of an agent."""
+        known = self._known.setdefault(agent.id, _Known(agent, []))
+        known.named = known.named or name
 
     def closed(self, call_ids: list[str]) -> None:
-        """Tool calls whose results have arrived start no sub-agent any more."""
+        """Tool calls whose results have arrived start no sub-agent any more, but those in the background."""
         gone = set(call_ids)
-        if gone and any(c in gone for c in self._arguments.values()):
-            self._arguments = {k: c for k, c in self._arguments.items() if c not in gone}
+        for key, calls in list(self._arguments.items()) if gone else ():
+            left = [c for c in calls if c not in gone]
+            if len(left) == len(calls):
+                continue
+            self._late.setdefault(key, []).extend(c for c in calls if c in gone)
+            if left:
+                self._arguments[key] = left
+            else:
+                del self._arguments[key]
 
     def relabelled(self, call: str) -> None:
-        """A note of an earlier life: this call is taken."""
+        """A note of an earlier life: this call is known to be a summary."""
         for known in self._known.values():
-            known.asked = deque((a for a in known.asked if a.call != call), maxlen=ASKED_KEPT)
+            for asked in known.asked:
+                asked.known = asked.known or asked.call == call
 
 
 def _quotes(text: str, answer: str) -> bool:

@@ -1,4 +1,4 @@
-"""Completion text to content and tool calls. One function per format; `PARSERS` is the registry.
+"""Completion text to reasoning, content and tool calls. One function per format; families (`families/`) choose.
 
 Ids are issued here, from the call's id: unique, and the same again after a restart. A call that isn't well formed
 stays in the content as the model wrote it and is counted.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import orjson
 
@@ -20,10 +21,11 @@ _SHAPE = re.compile(r'\s*\{\s*"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"arguments"\s
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a completion says. `ill_formed` counts calls that had to stay text."""
+    """What a completion says. `ill_formed` counts calls that stayed text, `reasoning_tokens` the ids of thinking."""
 
     spoken: Spoken
     ill_formed: int = 0
+    reasoning_tokens: int = 0
 
 
 def issued_id(call: str, place: int) -> str:
@@ -31,8 +33,28 @@ def issued_id(call: str, place: int) -> str:
     return f"call_{call.replace('-', '')}{place:02d}"
 
 
-def hermes(text: str, call: str) -> Parsed:
-    """`<tool_call>` + JSON object with name and arguments + `</tool_call>`, any number of times, text around them."""
+class Parser(Protocol):
+    """Text, the call's id and its tools (JSON) to what was said."""
+
+    def __call__(self, text: str, call: str, tools: bytes = b"") -> Parsed: ...
+
+
+def split_reasoning(text: str, tags: tuple[str, str], *, opened: bool) -> tuple[str, str]:
+    """(reasoning, the rest). `opened`: the prompt has already opened the tag. Cut off within it: all is reasoning."""
+    start, end = tags
+    body = text.lstrip()
+    if not opened:
+        if not body.startswith(start):
+            return "", text
+        body = body[len(start) :]
+    elif body.startswith(start):
+        body = body[len(start) :]
+    reasoning, _, rest = body.partition(end)
+    return reasoning.strip("\n"), rest.lstrip("\n")
+
+
+def split_calls(text: str, one: Callable[[str, int], ToolCall | None]) -> Parsed:
+    """Text with calls in tags, any number of times; `one` reads what stands between two tags, None if it is no call."""
     if OPEN not in text:
         return Parsed(Spoken(text))
     content: list[str] = []
@@ -42,19 +64,23 @@ def hermes(text: str, call: str) -> Parsed:
     while (start := text.find(OPEN, at)) >= 0:
         before = text[at:start]
         end = text.find(CLOSE, start)
-        body = text[start + len(OPEN) : end] if end >= 0 else None
-        call_made = _one(body, issued_id(call, len(calls))) if body is not None else None
+        made = one(text[start + len(OPEN) : end], len(calls)) if end >= 0 else None
         at = end + len(CLOSE) if end >= 0 else len(text)
-        if call_made is None:
+        if made is None:
             broken += 1
             content += [before, text[start:at]]
         else:
-            calls.append(call_made)
+            calls.append(made)
             content.append(before.removesuffix("\n"))
             if text[at : at + 1] == "\n":
                 at += 1
     content.append(text[at:])
     return Parsed(Spoken("".join(content), tuple(calls)), broken)
+
+
+def hermes(text: str, call: str, tools: bytes = b"") -> Parsed:
+    """`<tool_call>` + JSON object with name and arguments + `</tool_call>`, any number of times, text around them."""
+    return split_calls(text, lambda body, place: _one(body, issued_id(call, place)))
 
 
 def _one(body: str, number: str) -> ToolCall | None:
@@ -80,6 +106,3 @@ def _raw_arguments(body: str, arguments: dict[str, object]) -> str:
         except orjson.JSONDecodeError:
             pass
     return orjson.dumps(arguments).decode()
-
-
-PARSERS: dict[str, Callable[[str, str], Parsed]] = {"hermes": hermes}

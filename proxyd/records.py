@@ -1,7 +1,7 @@
 """A finished call to its record in the run file, and records of an earlier life back to the tree. Pure.
 
 Beside the run file's own keys a call carries `capture`: what the tree needs to go on after a restart (digests, no
-text): `start` = digest of the request, `asked`, `root`, `waited_s`, `moved`, `budget`.
+text): `start` = digest of the request, `asked`, `root`, `waited_s`, `moved`, `purpose`, `named`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Facts:
     waited_s: float
     moved: int
     ill_formed: int
+    named: str = ""  # the agent's id in the harness's headers
 
 
 def call_record(facts: Facts, plan: Plan, progress: Progress) -> Call:
@@ -59,6 +60,10 @@ def call_record(facts: Facts, plan: Plan, progress: Progress) -> Call:
         capture["ill_formed"] = facts.ill_formed
     if plan.spliced:
         capture["spliced"] = plan.spliced
+    if plan.purpose != "turn":
+        capture["purpose"] = plan.purpose
+    if facts.named:
+        capture["named"] = facts.named
     return Call(
         exec=facts.execution,
         call=facts.call,
@@ -66,7 +71,7 @@ def call_record(facts: Facts, plan: Plan, progress: Progress) -> Call:
         t0=facts.t0,
         t1=facts.t1,
         agent=plan.agent,
-        label=label_of(plan.agent, "turn"),
+        label=label_of(plan.agent, plan.purpose),
         parent=plan.base.call if plan.base is not None else None,
         attempt=plan.attempt,
         finish=facts.finish,
@@ -104,6 +109,7 @@ def _restore_call(call: Call, forest: Forest, chat: ChatModel) -> None:
     base = forest.calls.get(call.parent) if call.parent else None
     keep = base.tokens if base is not None else 0
     completion = Piece.of(call.completion_ids.tolist())
+    parsed = chat.parse(completion.ids, call.call)
     try:
         start = bytes.fromhex(capture["start"])
         root = Root(*capture["root"]) if capture.get("root") else None
@@ -118,10 +124,13 @@ def _restore_call(call: Call, forest: Forest, chat: ChatModel) -> None:
         start=start,
         tail=Piece.of(call.prompt_ids[keep:].tolist()),
         completion=completion,
-        spoken=chat.parse(completion.ids, call.call).spoken,
+        spoken=parsed.spoken,
+        reasoning_tokens=parsed.reasoning_tokens,
         finish=call.finish or "stop",
         tokens=len(call.prompt_ids) + len(completion.ids),
         at=call.t1,
         waited_s=float(capture.get("waited_s") or 0.0),
     )
-    forest.restored(node, root, call.attempt)
+    forest.restored(node, root, call.attempt, str(capture.get("purpose") or "turn"))
+    if capture.get("named"):
+        forest.labels.named(call.agent, str(capture["named"]))

@@ -19,7 +19,7 @@ from gyre_base.runfile import CallWriter
 from proxyd.calllog import CallLog
 from proxyd.capture import Forest, Node, Plan
 from proxyd.chat import ChatModel, Piece
-from proxyd.conversation import Reply, Request
+from proxyd.conversation import NO_HINTS, Hints, Reply, Request
 from proxyd.dialects import Failure
 from proxyd.engine import EngineClient
 from proxyd.events import Abort, CallArrived, CallDropped, Cut, Finish, Refuse, SubmissionEnded, Submit
@@ -50,6 +50,8 @@ class Open:
     budget: int
     t0: float
     answer: asyncio.Future[Node | Failure]
+    tools: bytes = b""
+    named: str = ""  # the agent's id in the harness's headers
     progress: Progress = field(default_factory=Progress)
     temperature: float = 1.0
     running: Running | None = None
@@ -91,14 +93,16 @@ class Service:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    async def answer(self, execution: str, call: str, request: Request) -> tuple[Reply | Failure, float]:
+    async def answer(
+        self, execution: str, call: str, request: Request, hints: Hints = NO_HINTS
+    ) -> tuple[Reply | Failure, float]:
         """The durable answer and how long the infrastructure held it. Cancelled, the call runs on for a while."""
         forest = self.forests.get(execution)
         node = forest.calls.get(call) if forest is not None else None
         opened = self.open.get(f"{execution}:{call}")
         if node is None or opened is not None:
             if opened is None:
-                begun = self._begin(execution, call, request)
+                begun = self._begin(execution, call, request, hints)
                 if isinstance(begun, Failure):
                     return begun, 0.0
                 opened = begun
@@ -108,21 +112,22 @@ class Service:
             node = result
         return self._reply(node, request), node.waited_s
 
-    def count(self, request: Request) -> int:
-        """Prompt tokens of a request if it continued nothing. Records nothing."""
-        conversation = request.conversation
-        return len(self.chat.render(conversation.messages, conversation.tools))
+    def count(self, execution: str, request: Request) -> int:
+        """Prompt tokens of a request, as they would be. Records nothing."""
+        forest = self.forests.get(execution) or Forest(self.chat)
+        return forest.measure(request.conversation)
 
-    def _begin(self, execution: str, call: str, request: Request) -> Open | Failure:
+    def _begin(self, execution: str, call: str, request: Request, hints: Hints) -> Open | Failure:
         now = self.now()
         forest = self.forests.setdefault(execution, Forest(self.chat))
-        plan = forest.plan(call, request.conversation)
+        plan = forest.plan(call, request.conversation, hints)
         limit = self.config.engine.context_length
         if plan.prompt_tokens >= limit:
             return Failure("overflow", limit=limit, tokens=plan.prompt_tokens)
         budget = min(self.config.rollout.max_new_tokens, limit - plan.prompt_tokens)
         budget = min(budget, request.max_tokens) if request.max_tokens else budget
-        opened = Open(execution, call, plan, budget, now, asyncio.get_running_loop().create_future())
+        answer: asyncio.Future[Node | Failure] = asyncio.get_running_loop().create_future()
+        opened = Open(execution, call, plan, budget, now, answer, request.conversation.tools, hints.agent)
         self.open[opened.key] = opened
         for relabel in plan.relabels:
             self._log.note(relabel_note(execution, relabel))
@@ -154,6 +159,8 @@ class Service:
             finish=finish,
             prompt_tokens=node.prompt_tokens,
             completion_tokens=len(node.completion.ids),
+            reasoning=node.spoken.reasoning,
+            reasoning_tokens=node.reasoning_tokens,
         )
 
     # ---- the core's commands ----------------------------------------------------------------------------------------
@@ -243,9 +250,16 @@ class Service:
         """Into the tree and the log; the answer goes out when the log has it."""
         now, forest = self.now(), self.forests[opened.execution]
         completion = Piece.of(opened.progress.ids)
-        parsed = self.chat.parse(completion.ids, opened.call)
+        parsed = self.chat.parse(completion.ids, opened.call, opened.tools)
         node = forest.finished(
-            opened.call, opened.plan, completion, parsed.spoken, command.finish, at=now, waited_s=command.waited_s
+            opened.call,
+            opened.plan,
+            completion,
+            parsed.spoken,
+            command.finish,
+            at=now,
+            waited_s=command.waited_s,
+            reasoning_tokens=parsed.reasoning_tokens,
         )
         facts = Facts(
             execution=opened.execution,
@@ -258,6 +272,7 @@ class Service:
             waited_s=command.waited_s,
             moved=command.moved,
             ill_formed=parsed.ill_formed,
+            named=opened.named,
         )
         plan, progress, writer = opened.plan, opened.progress, self._writer
         base = plan.base.call if plan.base is not None else None

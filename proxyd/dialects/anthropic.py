@@ -1,12 +1,13 @@
-"""Anthropic Messages, streaming and not, with tools: the basic form.
+"""Anthropic Messages, streaming and not: tools, thinking under our signatures, system messages where they stand.
 
-Not yet: thinking blocks with our signatures, deferred tools, server tools (a block of an unknown type leaves its name
-as text).
+Deferred tools stay out of the prompt's head; the schema of one stands where a result refers to it, so that a tool list
+which grows in mid-run changes nothing before. A block of an unknown type leaves its name as text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -16,8 +17,9 @@ from proxyd.dialects import BadRequest, Failure, Written, load_json
 
 JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
 STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_READ = {"messages", "system", "tools", "stream", "model", "max_tokens"}
-_SILENT = {"thinking", "redacted_thinking"}  # ours to issue; without a signature of ours they say nothing
+_READ = {"messages", "system", "tools", "stream", "model", "max_tokens", "thinking"}
+_SILENT = {"thinking", "redacted_thinking"}
+_REFERENCE = re.compile(rb'"tool_name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 
 
 class AnthropicMessages:
@@ -35,25 +37,29 @@ class AnthropicMessages:
         if not isinstance(messages, list) or not messages:
             raise BadRequest("messages: at least one message is required")
         out = [Message("system", _plain(given["system"]))] if given.get("system") else []
+        head = len(out)
+        tools, schemas = _tools(given.get("tools"), body)
         for place, message in enumerate(messages):
-            out += _messages(message, place)
+            out += _messages(message, place, schemas)
         limit = given.get("max_tokens")
         return Request(
-            conversation=Conversation(tuple(out), _tools(given.get("tools"))),
+            conversation=Conversation(tuple(out), tools, head),
             max_tokens=limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None,
             stream=bool(given.get("stream")),
             include_usage=True,
             model=str(given.get("model") or ""),
+            shows_reasoning=_shows(given.get("thinking")),
             unknown=tuple(sorted(k for k in given if k not in _READ)),
         )
 
     def write(self, reply: Reply, request: Request) -> Written:
         if request.stream:
-            return Written(200, SSE, _events(reply))
-        body = {**_head(reply), "content": _content(reply), "stop_reason": STOP[reply.finish], "usage": _usage(reply)}
+            return Written(200, SSE, _events(reply, shown=request.shows_reasoning))
+        content = _content(reply, shown=request.shows_reasoning)
+        body = {**_head(reply), "content": content, "stop_reason": STOP[reply.finish], "usage": _usage(reply)}
         return Written(200, JSON, orjson.dumps(body))
 
-    def fail(self, failure: Failure) -> Written:
+    def fail(self, failure: Failure, *, stream: bool = False) -> Written:
         status, kind, message = _wording(failure)
         return Written(status, JSON, orjson.dumps({"type": "error", "error": {"type": kind, "message": message}}))
 
@@ -61,43 +67,64 @@ class AnthropicMessages:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def _tools(tools: Any) -> bytes:
-    """The tool list in the form that chat templates render."""
+def _shows(thinking: Any) -> bool:
+    """`display: omitted` asks for the signature alone."""
+    return not (isinstance(thinking, dict) and thinking.get("display") == "omitted")
+
+
+def _tools(tools: Any, body: bytes) -> tuple[bytes, dict[str, str]]:
+    """(the tool list in the form that chat templates render, the schemas of tools that are loaded by reference)."""
     if not isinstance(tools, list) or not tools:
-        return b""
-    out = []
+        return b"", {}
+    named = _referenced(body)
+    out: list[dict[str, Any]] = []
+    later: dict[str, str] = {}
     for tool in tools:
         if not isinstance(tool, dict):
             raise BadRequest("tools: expected objects")
         function = {"name": tool.get("name"), "description": tool.get("description")}
         if "input_schema" in tool:
             function["parameters"] = tool["input_schema"]
-        out.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
-    return orjson.dumps(out)
+        function = {k: v for k, v in function.items() if v is not None}
+        if tool.get("defer_loading") or tool.get("name") in named:
+            later[str(tool.get("name"))] = orjson.dumps(function).decode()
+        else:
+            out.append({"type": "function", "function": function})
+    return orjson.dumps(out) if out else b"", later
 
 
-def _plain(content: Any) -> str:
+def _referenced(body: bytes) -> set[str]:
+    """Names of tools to which results refer. The search is over raw text: nearly no request has any."""
+    if b"tool_reference" not in body:
+        return set()
+    return {name.decode("utf-8", "replace") for name in _REFERENCE.findall(body)}
+
+
+def _plain(content: Any, schemas: dict[str, str] | None = None) -> str:
     """Text of a string or of blocks; cache markers and the string/array form make no difference."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return "" if content is None else json.dumps(content)
-    return "\n".join(t for t in (_block_text(b) for b in content) if t is not None)
+    return "\n".join(t for t in (_block_text(b, schemas or {}) for b in content) if t is not None)
 
 
-def _block_text(block: Any) -> str | None:
+def _block_text(block: Any, schemas: dict[str, str]) -> str | None:
     if isinstance(block, str):
         return block
     if not isinstance(block, dict):
         return str(block)
     if block.get("type") in _SILENT:
         return None
+    if block.get("type") == "tool_reference":
+        name = str(block.get("tool_name") or "")
+        return f"<function>{schemas.get(name, name)}</function>"
     if isinstance(block.get("text"), str):
         return str(block["text"])
     return f"[{block.get('type', 'unknown block')}]"
 
 
-def _messages(given: Any, place: int) -> list[Message]:
+def _messages(given: Any, place: int, schemas: dict[str, str]) -> list[Message]:
     """One message of the dialect: an assistant turn, or results and user text in their order."""
     if not isinstance(given, dict) or given.get("role") not in ("user", "assistant", "system"):
         raise BadRequest(f"messages.{place}.role: Input should be 'user', 'assistant' or 'system'")
@@ -111,7 +138,8 @@ def _messages(given: Any, place: int) -> list[Message]:
         if isinstance(block, dict) and block.get("type") == "tool_result":
             out += _texts(role, texts)
             texts = []
-            out.append(Message("tool", _plain(block.get("content")), call_id=str(block.get("tool_use_id") or "")))
+            result = _plain(block.get("content"), schemas)
+            out.append(Message("tool", result, call_id=str(block.get("tool_use_id") or "")))
         else:
             texts.append(block)
     return [*out, *_texts(role, texts)]
@@ -120,22 +148,28 @@ def _messages(given: Any, place: int) -> list[Message]:
 def _texts(role: str, blocks: list[Any]) -> list[Message]:
     if not blocks:
         return []
-    last = _block_text(blocks[-1]) if len(blocks) > 1 else None
+    last = _block_text(blocks[-1], {}) if len(blocks) > 1 else None
     return [Message(role, _plain(blocks), last_text=last or "")]
 
 
 def _assistant(blocks: list[Any], place: int) -> Message:
     calls: list[ToolCall] = []
     texts: list[Any] = []
+    thoughts: list[str] = []
+    mark = ""
     for block in blocks:
-        if isinstance(block, dict) and block.get("type") == "tool_use":
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use":
             if not isinstance(block.get("name"), str):
                 raise BadRequest(f"messages.{place}.content: a tool_use needs a name")
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             calls.append(ToolCall(str(block.get("id") or ""), block["name"], arguments))
+        elif kind in _SILENT:
+            mark = mark or str(block.get("signature") or block.get("data") or "")
+            thoughts.append(str(block.get("thinking") or ""))
         else:
             texts.append(block)
-    return Message("assistant", _plain(texts), tuple(calls))
+    return Message("assistant", _plain(texts), tuple(calls), reasoning="\n".join(thoughts), mark=mark)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -162,26 +196,38 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _content(reply: Reply) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
+def _content(reply: Reply, *, shown: bool) -> list[dict[str, Any]]:
+    """Thinking, text, calls. A blank text before a call is left out: clients drop it, or are refused with it."""
+    out: list[dict[str, Any]] = []
+    if reply.reasoning:
+        out.append({"type": "thinking", "thinking": reply.reasoning if shown else "", "signature": reply.mark})
+    if reply.text.strip() or (reply.text and not reply.calls):
+        out.append({"type": "text", "text": reply.text})
     for call in reply.calls:
         out.append({"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.loads(call.arguments)})
     return out
 
 
-def _events(reply: Reply) -> bytes:
+def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the block as it opens, what then fills it)."""
+    if block["type"] == "text":
+        return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        deltas: list[dict[str, Any]] = [{"type": "signature_delta", "signature": block["signature"]}]
+        if block["thinking"]:
+            deltas.insert(0, {"type": "thinking_delta", "thinking": block["thinking"]})
+        return {"type": "thinking", "thinking": "", "signature": ""}, deltas
+    whole = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+    return {**block, "input": {}}, [whole]
+
+
+def _events(reply: Reply, *, shown: bool) -> bytes:
     start = {**_head(reply), "usage": {**_usage(reply), "output_tokens": 1}}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
-    for place, block in enumerate(_content(reply)):
-        opening: dict[str, Any]
-        delta: dict[str, Any]
-        if block["type"] == "text":
-            opening, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            opening = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+    for place, block in enumerate(_content(reply, shown=shown)):
+        opening, deltas = _deltas(block)
         events.append({"type": "content_block_start", "index": place, "content_block": opening})
-        events.append({"type": "content_block_delta", "index": place, "delta": delta})
+        events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
         events.append({"type": "content_block_stop", "index": place})
     ending = {"stop_reason": STOP[reply.finish], "stop_sequence": None}
     events.append({"type": "message_delta", "delta": ending, "usage": _usage(reply)})

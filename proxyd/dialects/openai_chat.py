@@ -45,6 +45,8 @@ class OpenAIChat:
         if request.stream:
             return Written(200, SSE, _events(reply, request.include_usage))
         message: dict[str, Any] = {"role": "assistant", "content": reply.text or None, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
         if reply.calls:
             message["tool_calls"] = [_call(c) for c in reply.calls]
         elif not reply.text:
@@ -53,7 +55,7 @@ class OpenAIChat:
         body = {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
         return Written(200, JSON, orjson.dumps(body))
 
-    def fail(self, failure: Failure) -> Written:
+    def fail(self, failure: Failure, *, stream: bool = False) -> Written:
         status, kind, code, message = _wording(failure)
         param = "messages" if failure.kind == "overflow" else None
         error = {"message": message, "type": kind, "param": param, "code": code}
@@ -105,7 +107,13 @@ def _message(given: Any, place: int) -> Message:
         calls = [{"id": "", "function": given["function_call"]}]
     if not isinstance(calls, list):
         raise BadRequest(f"Invalid type for 'messages[{place}].tool_calls': expected an array of objects.")
-    return Message("assistant", text, tuple(_tool_call(c, place) for c in calls))
+    thought = given.get("reasoning_content") or given.get("reasoning")
+    return Message(
+        "assistant",
+        text,
+        tuple(_tool_call(c, place) for c in calls),
+        reasoning=thought if isinstance(thought, str) else "",
+    )
 
 
 def _text(content: Any) -> tuple[str, str]:
@@ -156,12 +164,15 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.completion_tokens,
         "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "completion_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
     }
 
 
 def _events(reply: Reply, include_usage: bool) -> bytes:
     head = _head(reply, "chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if reply.reasoning:
+        deltas.append({"reasoning_content": reply.reasoning})
     if reply.text:
         deltas.append({"content": reply.text})
     deltas += [{"tool_calls": [{"index": place, **_call(call)}]} for place, call in enumerate(reply.calls)]

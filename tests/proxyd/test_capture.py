@@ -228,8 +228,8 @@ def test_lossy_echoes_continue_and_real_edits_branch(chat: ChatModel, seed: int)
             assert plan.base is base or twins(plan.base, base), "a lossy echo was taken for another history"
             if plan.base is base:
                 assert plan.prompt_ids().tolist()[: len(ids)] == ids
-            rest = chat.filler(base.completion.ids).ids + tuple(i for p in chat.units(new) for i in p.ids)
-            assert plan.tail.ids == rest + chat.opening.ids
+            rest = [*chat.filler(base.completion.ids).ids, *(i for p in chat.units(new) for i in p.ids)]
+            assert plan.tail.ids.tolist() == [*rest, *chat.opening.ids]
         else:
             edited = REAL[rng.choice(list(REAL))](said, rng)
             if edited.calls == said.calls and edited.text == said.text:

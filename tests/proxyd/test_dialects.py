@@ -57,7 +57,7 @@ def test_every_message_form_is_read() -> None:
     assert request.conversation.messages == (
         Message("system", "s"),
         Message("user", "ab", last_text="b"),
-        Message("assistant", "", (CALL,)),
+        Message("assistant", "", (CALL,), reasoning="r"),
         Message("tool", "out", call_id="call_1"),
         Message("user", "[image_url]"),
     )
@@ -145,7 +145,13 @@ def test_a_stream_says_what_the_plain_answer_says(given: Reply) -> None:
     assert text == (choice["message"]["content"] or "")
     assert [{k: v for k, v in c.items() if k != "index"} for c in calls] == choice["message"].get("tool_calls", [])
     assert (finish, usage) == (choice["finish_reason"], plain["usage"])
-    assert plain["usage"] == {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
+    details = {"reasoning_tokens": given.reasoning_tokens}
+    assert plain["usage"] == {
+        "prompt_tokens": 11,
+        "completion_tokens": 3,
+        "total_tokens": 14,
+        "completion_tokens_details": details,
+    }
     assert "usage" not in OpenAIChat().write(given, asks(True, usage=False)).body.decode()
 
 
