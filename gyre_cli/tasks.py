@@ -65,7 +65,7 @@ def list_tasks(paths: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         common.print_json(rows)
     elif rows:
-        common.print_tables([short(row) for row in rows])
+        common.print_table([short(row) for row in rows])
     raise SystemExit(common.NO if bad else 0)
 
 
