@@ -32,6 +32,7 @@ class JobState:
             save_s=self.save_s,
             micro_step_s=self.micro_step_s,
             ends_at=facts.ends_at if facts else 0.0,
+            began_at=facts.began_at if facts else 0.0,
             now=now,
             window_s=facts.window_s if facts else 0.0,
         )

@@ -29,13 +29,18 @@ class SavePlan:
         return self.left_s is not None and self.left_s <= self.window_s
 
 
-def plan(*, save_s: float, micro_step_s: float, ends_at: float, now: float, window_s: float = 0.0) -> SavePlan:
-    """`save_s` and `micro_step_s` are the longest seen, 0 = none yet; `ends_at` 0 = no end is known; `window_s` > 0 is
-    a person's own window."""
+def plan(
+    *, save_s: float, micro_step_s: float, ends_at: float, now: float, began_at: float = 0.0, window_s: float = 0.0
+) -> SavePlan:
+    """Times in s since the epoch. `save_s` and `micro_step_s` are the longest seen, 0 = none yet; `ends_at` 0 = no end is
+    known; `window_s` > 0 is a person's own window. At least half of a job (from `began_at`) is worked in."""
     left_s = ends_at - now if ends_at else None
     measured = MARGIN * (save_s or UNMEASURED_S) + micro_step_s + ENDING_S
+    window_s = window_s or measured
+    if began_at and ends_at > began_at:
+        window_s = min(window_s, (ends_at - began_at) / 2)
     every_s = min(max((save_s or UNMEASURED_S) / SHARE, SHORTEST_S), LONGEST_S)
-    return SavePlan(window_s=window_s or measured, every_s=every_s, left_s=left_s)
+    return SavePlan(window_s=window_s, every_s=every_s, left_s=left_s)
 
 
 def is_due(plan: SavePlan, *, since_save_s: float) -> bool:

@@ -74,15 +74,21 @@ def init(path: Path, force: bool, **wishes: Any) -> None:
     metavar="DIR",
     help="Run directory; an existing run goes on.",
 )
+@click.option("--here", is_flag=True, help="All on this machine, although a Slurm job is around us.")
 @guarded
-def up(config_file: Path, run_dir: str) -> None:
-    """Start all daemons of a run on this machine and stay until it is done. INT or TERM stops it; `gyre up` again
-    goes on.
+def up(config_file: Path, run_dir: str, here: bool) -> None:
+    """Start all daemons of a run and stay until it is done; INT or TERM stops it, `gyre up` again goes on.
+
+    In a Slurm job: one celld step per cell on the job's nodes, everything else beside the batch script. Near its end the
+    job saves and requeues itself.
     """
+    from gyre_base.allocation import Allocation
     from gyre_cli import quickstart, runs
 
     run, config = runs.create(run_dir, config_file)
-    raise SystemExit(quickstart.serve_and_report(run, config, title=run.root.name, quiet=False))
+    allocation = None if here else Allocation.here()
+    code = quickstart.serve_and_report(run, config, title=run.root.name, quiet=False, allocation=allocation)
+    raise SystemExit(code)
 
 
 @main.command("quickstart")

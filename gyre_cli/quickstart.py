@@ -20,6 +20,7 @@ import orjson
 
 from gyre_base import config as configuration
 from gyre_base import messages as m
+from gyre_base.allocation import Allocation
 from gyre_base.bus import Client
 from gyre_base.config import Config, ConfigError
 from gyre_base.daemon import die_with_parent
@@ -194,9 +195,17 @@ def digest_of_sources() -> str:
 # ---- the run ------------------------------------------------------------------------------------------------------
 
 
-def serve_and_report(run: RunDir, config: Config, *, title: str, quiet: bool, as_json: bool = False) -> int:
+def serve_and_report(
+    run: RunDir,
+    config: Config,
+    *,
+    title: str,
+    quiet: bool,
+    as_json: bool = False,
+    allocation: Allocation | None = None,
+) -> int:
     """Serve until done; then the summary on stdout, its picture beside it. Exit code 1 if it was stopped before or
-    failed.
+    failed. With an `allocation` the cells are steps of that job.
     """
     with Display(title, quiet=quiet) as display:
         display.say(f"run directory {run.root}; from another terminal: cellctl status --run {run.root}")
@@ -205,7 +214,12 @@ def serve_and_report(run: RunDir, config: Config, *, title: str, quiet: bool, as
             async def at_end() -> None:
                 await write_report(run, config, supervisor.cpu_seconds())
 
-            supervisor = Supervisor(run, config, display.update, at_end)
+            if allocation is None:
+                supervisor = Supervisor(run, config, display.update, at_end)
+            else:
+                from gyre_cli.cluster import ClusterSupervisor
+
+                supervisor = ClusterSupervisor(run, config, display.update, at_end, allocation)
             return await supervisor.serve(), supervisor.restarts
 
         failure: RunFailed | None = None

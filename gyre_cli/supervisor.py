@@ -1,8 +1,8 @@
-"""Starts and watches the daemons of one run on one machine; on a cluster the same table becomes srun steps.
+"""Starts and watches the daemons of one run on one machine; `gyre_cli.cluster` is the same for a Slurm job.
 
 Owns processes only. A daemon that ends unasked is started again (it continues from the run directory), but not for
-ever. Ends
-when the scheduler says done, or on INT/TERM: then everything is stopped in an order in which nothing is lost.
+ever. Ends when the scheduler says done, on INT/TERM, or by order (`gyre stop`): then everything is stopped in an order
+in which nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from gyre_base import messages as m
-from gyre_base.bus import Client, NoAnswer
+from gyre_base.bus import Client, NoAnswer, Received, Server
 from gyre_base.config import Config
 from gyre_base.daemon import die_with_parent
-from gyre_base.keys import load_keys
+from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir
 from gyre_cli.common import NO, USAGE
 
 RESTARTS = 5  # of one daemon within WINDOW_S; more is a fault that restarting does not cure
 WINDOW_S = 120.0
 STOP_GRACE_S = 20.0
+LOOK_S = 0.7
 STOP_ORDER = ("ex", "celld-", "proxyd", "trajd", "cellctl")
 
 
@@ -42,28 +43,33 @@ class RunFailed(RuntimeError):
 
 @dataclass
 class Daemon:
-    """One line of the table."""
+    """One line of the table. `node` and `cell` are empty for what runs beside the supervisor."""
 
     name: str
     command: list[str]
+    environment: dict[str, str] | None = None
+    node: str = ""
+    cell: str = ""
     process: asyncio.subprocess.Process | None = None
     starts: list[float] = field(default_factory=list)
+    not_before: float = 0.0  # monotonic; a start that is put off
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.returncode is None
 
 
-def table(run: RunDir, config: Config) -> list[Daemon]:
-    """Every daemon of a run on this machine, in the order of their start."""
-    root = str(run.root)
+def line(run: RunDir, python: list[str], name: str, module: str, *arguments: str) -> Daemon:
+    return Daemon(name, [*python, "-m", f"gyre_cli.{module}", *arguments, "--run", str(run.root)])
 
-    def line(name: str, module: str, *arguments: str) -> Daemon:
-        return Daemon(name, [sys.executable, "-m", f"gyre_cli.{module}", *arguments, "--run", root])
 
-    return [
-        line("cellctl", "cellctl", "run"),
-        line("trajd", "trajd", "run"),
-        line("proxyd", "proxyd", "run"),
-        *(line(f"celld-c{i}", "celld", "run", "--cell", f"c{i}") for i in range(config.cluster.cells)),
-        *(line(f"ex{i}", "gyre", "exec", "--name", f"ex{i}") for i in range(config.cluster.executors)),
-    ]
+def services(run: RunDir, python: list[str]) -> list[Daemon]:
+    """What every run has once, in the order of its start."""
+    return [line(run, python, name, name, "run") for name in ("cellctl", "trajd", "proxyd")]
+
+
+def executors(run: RunDir, python: list[str], count: int) -> list[Daemon]:
+    return [line(run, python, f"ex{i}", "gyre", "exec", "--name", f"ex{i}") for i in range(count)]
 
 
 class Supervisor:
@@ -80,17 +86,24 @@ class Supervisor:
         at_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._run, self._config, self._on_status, self._at_end = run, config, on_status, at_end
-        self._daemons = table(run, config)
+        self._daemons = self.table()
+        self._keys: Keys | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.restarts: dict[str, int] = {}
         self.stopping = asyncio.Event()
         self.finished = False
 
+    def table(self) -> list[Daemon]:
+        """Every daemon of the run, in the order of its start."""
+        python, count = [sys.executable], self._config.cluster.cells
+        cells = [line(self._run, python, f"celld-c{i}", "celld", "run", "--cell", f"c{i}") for i in range(count)]
+        return [*services(self._run, python), *cells, *executors(self._run, python, self._config.cluster.executors)]
+
     async def serve(self) -> bool:
         """True if the run is done, False if it was stopped before. Raises RunFailed."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            loop.add_signal_handler(number, self.stopping.set)
+        self._heed_signals()
         with self._run.lock("supervisor"):
+            server = self._listen()
             try:
                 for daemon in self._daemons:
                     await self._start(daemon)
@@ -99,17 +112,69 @@ class Supervisor:
                     await self._meanwhile(self._at_end())
             finally:
                 await self._stop_all()
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                if server is not None:
+                    server.close()
         return self.finished
+
+    def _heed_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            loop.add_signal_handler(number, self.stopping.set)
+
+    # ---- what others say to the supervisor --------------------------------------------------------------------------
+
+    def _listen(self) -> Server | None:
+        """The supervisor's own endpoint; none in a directory without keys (nothing in it could talk to us)."""
+        if not self._run.path("keys", "keys.json").exists():
+            return None
+        self._keys = load_keys(self._run)
+        life = self._run.next_life("supervisor")
+        bind = self._config.cluster.bind
+        server = Server(self._run, self._keys, kind="supervisor", name="supervisor", life=life, bind=bind)
+        server.start()
+        self._beside(self._answer(server))
+        return server
+
+    def _beside(self, work: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def _answer(self, server: Server) -> None:
+        async for received in server:
+            await server.send(received.peer, self._reply(received), received.correlation)
+
+    def _reply(self, received: Received) -> Any:
+        match received.message:
+            case m.StatusRequest():
+                return m.StatusReply(rows=tuple(self._row(daemon) for daemon in self._daemons))
+            case m.OperatorOrder(verb="stop"):
+                self.stopping.set()
+                return m.Done(note="stopping")
+            case m.Heartbeat():
+                return m.Done()
+            case message:
+                return m.Refused(why=f"a supervisor does not take {getattr(message, 'TAG', message)!r}")
+
+    def _row(self, daemon: Daemon) -> dict[str, Any]:
+        return {
+            "daemon": daemon.name,
+            "node": daemon.node,
+            "pid": daemon.process.pid if daemon.process is not None and daemon.runs else None,
+            "restarts": self.restarts.get(daemon.name, 0),
+        }
+
+    # ---- processes --------------------------------------------------------------------------------------------------
 
     async def _start(self, daemon: Daemon) -> None:
         now = time.monotonic()
         daemon.starts = [s for s in daemon.starts if now - s < WINDOW_S] + [now]
         if len(daemon.starts) > RESTARTS:
-            log = self._run.path("log", f"{daemon.name}.log")
-            raise RunFailed(
-                f"{daemon.name} ended {RESTARTS} times within {WINDOW_S:g} s; its last words are in {log}", code=NO
-            )
+            await self._keeps_ending(daemon)
+            return
         output = open(self._words_of(daemon), "ab")  # noqa: SIM115 - handed to the child
+        environment = os.environ if daemon.environment is None else daemon.environment
         try:
             daemon.process = await asyncio.create_subprocess_exec(
                 *daemon.command,
@@ -118,10 +183,16 @@ class Supervisor:
                 stderr=output,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
-                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                env={**environment, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         finally:
             output.close()
+
+    async def _keeps_ending(self, daemon: Daemon) -> None:
+        log = self._run.path("log", f"{daemon.name}.log")
+        raise RunFailed(
+            f"{daemon.name} ended {RESTARTS} times within {WINDOW_S:g} s; its last words are in {log}", code=NO
+        )
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds so far by kind of process, of the daemons that run now and what they started."""
@@ -154,7 +225,7 @@ class Supervisor:
                 await self._restart_dead()
                 await self._look(client)
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.stopping.wait(), 0.7)
+                    await asyncio.wait_for(self.stopping.wait(), LOOK_S)
         finally:
             client.close()
 
@@ -170,12 +241,16 @@ class Supervisor:
         await task
 
     async def _restart_dead(self) -> None:
-        for daemon in self._daemons:
+        for daemon in list(self._daemons):
             if daemon.process is not None and daemon.process.returncode is not None:
                 if daemon.process.returncode == USAGE:  # a start with the same settings would end the same way
                     raise RunFailed(f"{daemon.name}: {last_line(self._words_of(daemon))}", code=USAGE)
-                self.restarts[daemon.name] = self.restarts.get(daemon.name, 0) + 1
-                await self._start(daemon)
+                if time.monotonic() >= daemon.not_before and await self._may_restart(daemon):
+                    self.restarts[daemon.name] = self.restarts.get(daemon.name, 0) + 1
+                    await self._start(daemon)
+
+    async def _may_restart(self, daemon: Daemon) -> bool:
+        return True
 
     def _words_of(self, daemon: Daemon) -> Path:
         """What it prints: nothing, unless it fails before its log is open."""

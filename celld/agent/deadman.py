@@ -89,7 +89,9 @@ async def requeue(run: RunDir, allocation: Allocation) -> str:
             facts = dict(re.findall(r"(\w+)=(\S*)", said))
             if code == 0 and facts:
                 if facts.get("JobState") != "RUNNING" or int(facts.get("Restarts") or 0) != allocation.restarts:
-                    return f"job {allocation.job} is {facts.get('JobState')}, restarts {facts.get('Restarts')}: not ours"
+                    return (
+                        f"job {allocation.job} is {facts.get('JobState')}, restarts {facts.get('Restarts')}: not ours"
+                    )
                 code, said = await _slurm("scontrol", "requeue", allocation.job)
                 if code == 0:
                     return f"requeued job {allocation.job}"
