@@ -48,6 +48,17 @@ def test_micro_steps_are_leased_as_soon_as_the_first_group_of_the_batch_is_packe
     assert isinstance(book.claim(claim("c2")), NoMicroStep)
 
 
+def test_without_streaming_nothing_is_leased_before_all_groups_of_the_batch_are_packed():
+    book = MicroStepLedger(2, streaming=False)
+    book.restore(word(0, "0.0"))
+    for name in ("g0", "g1"):
+        assert isinstance(book.claim(claim("c0")), NoMicroStep)
+        book.close(closed(name))
+        book.pack(packed(name))
+    assert book.claim(claim("c0")) == lease("g0.0")
+    assert book.claim(claim("c1")) == lease("g0.1")
+
+
 def test_a_batch_is_a_lot_of_groups_in_the_order_of_closing_not_of_packing():
     book = ledger(size=1)
     book.close(closed("late", serial=7))

@@ -232,9 +232,9 @@ class TrajdShell(Shell):
                     await self.decide(PeerLost(kind="rank", name=cell, why=f"silent for {now - seen:.0f} s"))
 
 
-def restore(path: Path, groups_per_batch: int) -> TrajdCore:
+def restore(path: Path, groups_per_batch: int, *, streaming: bool = True) -> TrajdCore:
     """The core as its journal left it. An empty or missing journal gives a new one."""
-    core = TrajdCore(groups_per_batch)
+    core = TrajdCore(groups_per_batch, streaming=streaming)
     if path.exists():
         for entry in journals.read(path):
             core.handle(wire.from_json(entry.event), entry.at)
@@ -255,7 +255,7 @@ async def _serve(run: RunDir) -> None:
     life = run.next_life("trajd")
     path = run.path("journal", "trajd.jsonl")
     journals.mend_tail(path)
-    core = restore(path, config.scheduler.groups_per_batch)
+    core = restore(path, config.scheduler.groups_per_batch, streaming=config.scheduler.streaming)
     server = Server(run, keys, kind="trajd", name="trajd", life=life, bind=config.cluster.bind)
     cellctl = Client(run, keys, "cellctl", identity=f"trajd:trajd:{life}")
     packer = Packer(run.path("calls"), config)

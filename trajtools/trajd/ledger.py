@@ -55,8 +55,9 @@ class AppliedBatch:
 class MicroStepLedger:
     """See the module. Methods answer with the message to send; a repeat of a message gets the same answer."""
 
-    def __init__(self, groups_per_batch: int) -> None:
+    def __init__(self, groups_per_batch: int, *, streaming: bool = True) -> None:
         self.lots = Lots(groups_per_batch)
+        self._streaming = streaming  # off: the baseline that trains a batch only when all of its groups are there
         self.version = ""  # V, the base of the open batch; "" until the core has spoken
         self.applied: list[AppliedBatch] = []
         self.trained = TrainedRanges()
@@ -171,7 +172,8 @@ class MicroStepLedger:
 
     def _lease(self, holder: Holder) -> MicroStepLease | NoMicroStep:
         held = [i for i, h in self.leased.items() if h == holder]
-        free = held or [i for i in self.pool() if self.lots.group_of[i].loaded]
+        may_begin = self._streaming or self.lots.is_full(self.open_batch)
+        free = held or [i for i in self.pool() if may_begin and self.lots.group_of[i].loaded]
         if not free:
             waits = bool(self.pool()) or not self.lots.is_full(self.open_batch)
             why = f"batch {self.open_batch} waits for " + ("groups" if waits else "other cells")
