@@ -1,4 +1,4 @@
-"""What the scheduler knows of the Slurm job around the run: its end, the cells that are out of it, how long a save takes.
+"""What the scheduler knows of the Slurm job around the run: its end, cells that are out of it, how long a save takes.
 
 Pure. The supervisor tells (`job`), the scheduler's view shows, `gyre_base.saving` says when to save and when to leave.
 """
@@ -13,7 +13,7 @@ from gyre_base import saving
 
 @dataclass
 class JobState:
-    """`facts` are the supervisor's last word, None outside of a job. `leaving` says why nothing is dispatched any more."""
+    """`facts` are the supervisor's last word, None outside of a job. `leaving` says why nothing more is dispatched."""
 
     facts: m.JobFacts | None = None
     leaving: str = ""

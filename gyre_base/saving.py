@@ -32,8 +32,8 @@ class SavePlan:
 def plan(
     *, save_s: float, micro_step_s: float, ends_at: float, now: float, began_at: float = 0.0, window_s: float = 0.0
 ) -> SavePlan:
-    """Times in s since the epoch. `save_s` and `micro_step_s` are the longest seen, 0 = none yet; `ends_at` 0 = no end is
-    known; `window_s` > 0 is a person's own window. At least half of a job (from `began_at`) is worked in."""
+    """Times in s since the epoch. `save_s` and `micro_step_s` are the longest seen, 0 = none yet; `ends_at` 0 = no end
+    is known; `window_s` > 0 is a person's own window. At least half of a job (from `began_at`) is worked in."""
     left_s = ends_at - now if ends_at else None
     measured = MARGIN * (save_s or UNMEASURED_S) + micro_step_s + ENDING_S
     window_s = window_s or measured

@@ -108,7 +108,7 @@ class ClusterSupervisor(Supervisor):
 
     def leave(self, why: str, *, save_first: bool) -> None:
         """The first reason counts; a TERM later cuts the saving short."""
-        self._save_first = save_first and not self.stopping.is_set() or self._save_first and save_first
+        self._save_first = save_first and (self._save_first or not self.stopping.is_set())
         if not self.stopping.is_set():
             self.why = why
             click.echo(f"leaving: {why}", err=True)
