@@ -3,7 +3,8 @@
 vfork + exec (subprocess without preexec), a pidfd instead of a waiting thread, a pipe per stream read without
 blocking. Owns signals and reaping: a group is killed while its leader is still a zombie, so its number can't have
 been given to another. What escapes into a session of its own comes back to us (PR_SET_CHILD_SUBREAPER) and is
-recognised by its environment.
+recognised by its environment; out of a process namespace (a walled workspace) nothing escapes at all. No child of ours
+sees a GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ TAIL_BYTES = 4_096
 SWEEP_ROUNDS = 50
 SWEEP_EVERY_S = 0.02
 POLL_S = 0.05
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
 RUNNING: dict[int, Child] = {}  # everything that this process has started and not reaped
 
 
 class Sink:
-    """A stream into a file that stops growing at `limit`; the end is kept too."""
+    """A stream into a file that stops growing at `limit`; the end is kept too. A full disk costs output, no more."""
 
     def __init__(self, path: Path | None, limit: int) -> None:
         self._path, self._limit = path, limit
@@ -44,9 +46,17 @@ class Sink:
         self.seen += len(data)
         self._tail = (self._tail + data)[-TAIL_BYTES:] if len(data) < TAIL_BYTES else data[-TAIL_BYTES:]
         if room > 0 and self._path is not None:
-            if self._file is None:
+            self._write(data[:room])
+
+    def _write(self, data: bytes) -> None:
+        try:
+            if self._file is None and self._path is not None:
                 self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115 - closed in `close`
-            self._file.write(data[:room])
+            if self._file is not None:
+                self._file.write(data)
+        except OSError as error:
+            log.warning("%s is not kept any further: %s", self._path, error)
+            self._path = None
 
     def tail(self) -> str:
         return self._tail.decode("utf-8", "replace").strip()
@@ -57,7 +67,7 @@ class Sink:
         dropped = self.seen - self._limit
         if dropped > 0:
             kept = self._tail[-min(dropped, TAIL_BYTES) :]
-            self._file.write(b"\n[gyre: %d bytes left out]\n" % (dropped - len(kept)) + kept)
+            self._write(b"\n[gyre: %d bytes left out]\n" % (dropped - len(kept)) + kept)
         self._file.close()
         self._file = None
 
@@ -65,8 +75,9 @@ class Sink:
 class Child:
     """One process group. `exited` carries the exit code once the leader is reaped and the group is killed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], marker: bytes) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], marker: bytes, walled: bool) -> None:
         self.pid = process.pid
+        self.walled = walled
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = process
         self._marker = marker
@@ -78,6 +89,23 @@ class Child:
         if self.pid in RUNNING:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
+
+    def warn(self) -> None:
+        """TERM: to the whole group, or to all that runs within the walls (the walls would fall at once)."""
+        if not self.walled:
+            self.signal(signal.SIGTERM)
+            return
+        for pid in inmates(self.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """KILL to the group; within walls the first process of the namespace takes all others along."""
+        below = descendants(self.pid) if self.walled else []
+        self.signal(signal.SIGKILL)
+        for pid in below:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def watch(self, streams: list[tuple[int, Sink]]) -> None:
         loop = asyncio.get_running_loop()
@@ -143,7 +171,17 @@ def _drain(descriptor: int, sink: Sink, reads: int) -> bool:
     return True
 
 
-def spawn(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: Sink, stderr: Sink, marker: str) -> Child:
+def spawn(
+    argv: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    stdout: Sink,
+    stderr: Sink,
+    marker: str,
+    pass_fds: Sequence[int] = (),
+    walled: bool = False,
+) -> Child:
     """Start it; raises OSError if it can't be. `marker` is a text found in the environment of all its children."""
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
@@ -154,8 +192,9 @@ def spawn(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: Sin
             stdout=out_write,
             stderr=err_write,
             cwd=cwd,
-            env=env,
+            env={**NO_GPU, **env},
             start_new_session=True,
+            pass_fds=pass_fds,
         )
     except (OSError, ValueError) as error:
         os.close(out_read)
@@ -164,7 +203,7 @@ def spawn(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: Sin
     finally:
         os.close(out_write)
         os.close(err_write)
-    child = Child(process, marker.encode())
+    child = Child(process, marker.encode(), walled)
     RUNNING[child.pid] = child
     GUARD.watch(child.pid)
     child.watch([(out_read, stdout), (err_read, stderr)])
@@ -203,6 +242,35 @@ def sweep_orphans(marker: bytes) -> bool:
         except OSError:
             continue
     return killed
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`, parents first."""
+    found, at = [pid], 0
+    while at < len(found):
+        try:
+            with open(f"/proc/{found[at]}/task/{found[at]}/children", "rb") as file:
+                found += [int(p) for p in file.read().split()]
+        except OSError:
+            pass
+        at += 1
+    return found[1:]
+
+
+def inmates(pid: int) -> list[int]:
+    """Those below `pid` in a process namespace deeper than ours, but for the first of that: it keeps the others."""
+    return [
+        p for p in descendants(pid) if len(numbers := _numbers(p)) > len(_numbers(os.getpid())) and numbers[-1] != 1
+    ]
+
+
+def _numbers(pid: int) -> list[int]:
+    """The process's numbers in its namespaces, outermost first."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return [int(n) for n in file.read().partition(b"\nNSpid:")[2].partition(b"\n")[0].split()]
+    except OSError:
+        return []
 
 
 class Guard:
@@ -252,11 +320,11 @@ async def kill_all(grace_s: float) -> None:
     """Every group: TERM, a grace, KILL; returns when all are reaped."""
     children = list(RUNNING.values())
     for child in children:
-        child.signal(signal.SIGTERM)
+        child.warn()
     if children:
         await asyncio.wait([c.exited for c in children], timeout=grace_s)
     for child in children:
-        child.signal(signal.SIGKILL)
+        child.kill()
     if children:
         await asyncio.wait([c.exited for c in children], timeout=5.0)
 

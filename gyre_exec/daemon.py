@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import resource
-import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -35,10 +35,9 @@ from gyre_exec.harness import Adapter, Launch, adapter_for
 from gyre_exec.relay import Relay
 from gyre_exec.tasks import Task, from_dict
 from gyre_exec.upstream import Address, Upstream, address_of
-from gyre_exec.workspace import KINDS, Workspace, WorkspaceError
+from gyre_exec.workspace import MARK, SOCKET, CommandLine, Settings, Workspace, WorkspaceError, kinds
 
 log = logging.getLogger(__name__)
-PRINTED_BYTES = 256 << 10  # of stdout and of stderr, per execution
 SMALL_BYTES = 1 << 20  # a workspace up to this size is written at once, a larger one beside the loop
 HELLO_S = 10.0
 STDERR_CHARS = 400
@@ -65,8 +64,11 @@ class Executor(daemon.Shell):
         self._workspaces: dict[str, Workspace] = {}
         self._children: dict[str, children.Child] = {}
         self._catalogue: dict[str, dict[str, Any]] | None = None
-        self._janitor: asyncio.Queue[tuple[Path, m.ExecutionFinished]] = asyncio.Queue()
+        self._janitor: asyncio.Queue[Path] = asyncio.Queue()
         self._start_folder = str(Path.cwd())
+        self._kind = kinds()[settings.tasks.workspace]
+        self._places = places_of(settings.tasks)
+        self._printed = settings.tasks.printed_mib << 20
         self._server_seen: tuple[str, int] | None = None
         self._proxy_seen: tuple[str, int] | None = None
 
@@ -79,14 +81,13 @@ class Executor(daemon.Shell):
             case e.Prepare(execution=name):
                 await self._prepare(name)
             case e.Start(execution=name):
-                self._start(name)
+                await self._start(name)
             case e.ReadClock(execution=name):
                 if name in self._children:
                     waited_s, call_open = self.relay.clock(name)
                     self.post(e.ClockRead(execution=name, waited_s=waited_s, call_open=call_open))
             case e.StopHarness(execution=name, now=now):
-                if name in self._children:
-                    self._children[name].signal(signal.SIGKILL if now else signal.SIGTERM)
+                self._stop(name, now)
             case e.Evaluate(execution=name):
                 self.spawn(self._evaluate(name))
             case e.Settle(execution=name):
@@ -102,8 +103,8 @@ class Executor(daemon.Shell):
     async def _prepare(self, name: str) -> None:
         try:
             task = self._tasks_of[name] = self._task(self.core.held[name].order)
-            place = self._workspaces[name] = KINDS[self.settings.tasks.workspace](self.folder(name))
-            if sum(map(len, task.workspace.values())) <= SMALL_BYTES:
+            place = self._workspaces[name] = self._kind(self.folder(name), self._places)
+            if sum(map(len, task.workspace.values())) <= SMALL_BYTES and not task.container:
                 place.prepare(task)
                 self.post(e.Prepared(execution=name))
             else:
@@ -143,38 +144,76 @@ class Executor(daemon.Shell):
             raise TaskError(f"no task is called {task!r} in {self.settings.tasks.train or 'tasks.train (not set)'}")
         return self._catalogue[task]
 
-    def _start(self, name: str) -> None:
-        folder = self.folder(name)
+    async def _start(self, name: str) -> None:
+        place, task = self._workspaces[name], self._tasks_of[name]
         self.relay.open(name)
         launch = Launch(
             execution=name,
-            task=self._tasks_of[name],
-            workspace=self._workspaces[name].root,
-            folder=folder,
-            base_url=self.relay.base_url(name),
+            task=task,
+            workspace=place.inside,
+            folder=place.harness_inside,
+            host_folder=place.harness,
+            base_url=place.base_url(name, self.relay.base_url(name)),
             token=self.keys.token(name),
             model=self.settings.model.served_name,
             start_folder=self._start_folder,
         )
-        out, err = (children.Sink(folder / stream, PRINTED_BYTES) for stream in ("stdout", "stderr"))
         try:
-            child = children.spawn(
-                self.adapter.argv(launch),
-                cwd=launch.workspace,
-                env=self.adapter.env(launch),
-                stdout=out,
-                stderr=err,
-                marker=f"{folder}/",
-            )
-        except OSError as error:
+            line = place.command(self.adapter.argv(launch), self.adapter.env(launch))
+            if line.relay_socket is not None:
+                await self.relay.listen(name, line.relay_socket)
+            child, err = self._spawn(name, line)
+        except (OSError, ValueError, WorkspaceError) as error:
             self.relay.close(name)
             self._broken(name, WorkspaceError(f"the harness can't be started: {error}"))
             return
         self._children[name] = child
         with contextlib.suppress(OSError):
-            keeping.note_pid(folder, self.name, child.pid)
+            keeping.note_pid(self.folder(name), self.name, child.pid)
         child.exited.add_done_callback(lambda exited: self._harness_ended(name, exited, err))
         self.post(e.Started(execution=name, pid=child.pid))
+
+    def _spawn(self, name: str, line: CommandLine) -> tuple[children.Child, children.Sink]:
+        folder = self.folder(name)
+        out, err = (children.Sink(folder / stream, self._printed) for stream in ("stdout", "stderr"))
+        ours, theirs = socket.socketpair() if line.hands_over else (None, None)
+        try:
+            child = children.spawn(
+                line.argv if theirs is None else [str(theirs.fileno()) if w == SOCKET else w for w in line.argv],
+                cwd=self._workspaces[name].root,
+                env={**line.env, MARK: f"{folder}/"} if line.walled else line.env,
+                stdout=out,
+                stderr=err,
+                marker=f"{folder}/",
+                pass_fds=() if theirs is None else (theirs.fileno(),),
+                walled=line.walled,
+            )
+        except OSError:
+            if ours is not None:
+                ours.close()
+            raise
+        finally:
+            if theirs is not None:
+                theirs.close()
+        if ours is not None:
+            self.spawn(self._adopt(name, ours))
+        return child, err
+
+    async def _adopt(self, name: str, line: socket.socket) -> None:
+        """The sandbox's listening socket comes over `line`, or its end says that there is no sandbox."""
+        with line:
+            line.setblocking(False)
+            await readable(line)
+            _, descriptors, _, _ = socket.recv_fds(line, 1, 1)
+        for descriptor in descriptors:
+            await self.relay.adopt(name, socket.socket(fileno=descriptor))
+
+    def _stop(self, name: str, now: bool) -> None:
+        child = self._children.get(name)
+        if child is not None and now:
+            child.kill()
+        elif child is not None:
+            child.warn()
 
     def _harness_ended(self, name: str, exited: asyncio.Future[int], err: children.Sink) -> None:
         if exited.cancelled() or self.stopping.is_set():
@@ -204,7 +243,7 @@ class Executor(daemon.Shell):
             keeping.write_outcome(self.folder(name), finished)
         except OSError as error:
             log.error("the outcome of %s is not on disk: %s", name, error)
-        self._janitor.put_nowait((self.folder(name), finished))
+        self._janitor.put_nowait(self.folder(name))
 
     async def _clean(self) -> None:
         """Workspaces go beside the loop, many in one go."""
@@ -213,7 +252,7 @@ class Executor(daemon.Shell):
             batch = [await self._janitor.get()]
             while not self._janitor.empty():
                 batch.append(self._janitor.get_nowait())
-            await asyncio.to_thread(_tidy_all, batch, keep)
+            await asyncio.to_thread(_tidy_all, batch, keep, self._printed)
 
     # ---- the line to cellctl and proxyd ---------------------------------------------------------------------------
 
@@ -317,7 +356,7 @@ class Executor(daemon.Shell):
     async def serve(self) -> None:
         """Until a signal. Leaves no process behind."""
         children.become_subreaper()
-        swept = keeping.sweep(self.run_dir.path("executions"), self.name)
+        swept = keeping.sweep(self.run_dir.path("executions"), self.name, self._printed)
         if swept:
             log.warning("%d executions of an earlier life were still there; they are ended", swept)
         children.GUARD.start()
@@ -339,8 +378,8 @@ class Executor(daemon.Shell):
             await self.client.send(m.Goodbye(kind="executor", name=self.name, life=self.life))
         await children.kill_all(STOP_GRACE_S)
         await self.relay.stop()
-        for name, held in self.core.held.items():
-            keeping.tidy(self.folder(name), held.outcome, keep=self.settings.tasks.keep_workspaces)
+        for name in self.core.held:
+            keeping.tidy(self.folder(name), keep=self.settings.tasks.keep_workspaces, limit=self._printed)
         children.GUARD.stop()
         self.client.close()
         server.close()
@@ -348,9 +387,37 @@ class Executor(daemon.Shell):
             self.journal.close()
 
 
-def _tidy_all(batch: list[tuple[Path, m.ExecutionFinished]], keep: bool) -> None:
-    for folder, finished in batch:
-        keeping.tidy(folder, finished, keep=keep)
+def places_of(tasks: config.TaskConfig) -> Settings:
+    """What a run says of all its workspaces."""
+    return Settings(
+        image=tasks.image,
+        images=tasks.images,
+        visible=tasks.visible,
+        file_bytes=tasks.disk_mib << 20,
+        processes=tasks.processes,
+    )
+
+
+async def readable(sock: socket.socket) -> None:
+    """Until there is something to read, or the end."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def come() -> None:
+        loop.remove_reader(sock)
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(sock, come)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+def _tidy_all(batch: list[Path], keep: bool, limit: int) -> None:
+    for folder in batch:
+        keeping.tidy(folder, keep=keep, limit=limit)
 
 
 def _catalogue(path: Path) -> dict[str, dict[str, Any]]:

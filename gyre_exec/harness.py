@@ -24,8 +24,9 @@ class Launch:
 
     execution: str
     task: Task
-    workspace: Path
-    folder: Path  # executions/<id>: for files of the adapter's own
+    workspace: Path  # as the harness sees it
+    folder: Path  # the harness's own, as it sees it: settings, transcript, tmp/
+    host_folder: Path  # the same on this machine: where an adapter writes
     base_url: str  # http://127.0.0.1:PORT/x/{execution}; dialects add /v1 themselves or not
     token: str
     model: str

@@ -3,7 +3,8 @@
 A request becomes a call with an id of its own. It is sent to proxyd, again after any break and under the same id,
 until a whole answer is there; only then does content go out. So proxyd may die and move, and the harness sees a slow
 answer. Counts what the waits cost and what errors were shown. Knows no dialect beyond how a stream stays open and how
-it says that it failed. For a sandbox without network an execution may have a Unix socket as well, which is its alone.
+it says that it failed. For a sandbox without network an execution may have a listening socket which is its alone: a
+Unix socket, or one in the sandbox's own network.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import hashlib
 import logging
 import re
+import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,7 +55,8 @@ class Account:
     waited_s: float = 0.0  # as proxyd says
     open: dict[bytes, list[Call]] = field(default_factory=dict)
     closed: bool = False
-    sockets: dict[Path, asyncio.AbstractServer] = field(default_factory=dict)
+    servers: list[asyncio.AbstractServer] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
     _broken: int = 0
     _broken_since: float = 0.0
     _broken_s: float = 0.0
@@ -135,18 +138,32 @@ class Relay:
         """
         if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes: {path}")
-        account, prefix = self._accounts[execution], b"/x/" + execution.encode()
+        account = self._accounts[execution]
+        account.servers.append(
+            await asyncio.get_running_loop().create_unix_server(self._only(execution), str(path), backlog=128)
+        )
+        account.paths.append(path)
+        path.chmod(0o600)
+
+    async def adopt(self, execution: str, listener: socket.socket) -> None:
+        """The same for a socket that listens already: one that was made in the network of the execution's sandbox."""
+        server = await asyncio.get_running_loop().create_server(self._only(execution), sock=listener)
+        account = self._accounts.get(execution)
+        if account is None:  # it ended meanwhile
+            server.close()
+        else:
+            account.servers.append(server)
+
+    def _only(self, execution: str) -> Callable[[], Downstream]:
+        """Connections on which every request is this execution's."""
+        prefix = b"/x/" + execution.encode()
 
         def accept(waiter: Waiter, request: http1.Message) -> None:
             if not request.target.startswith(prefix + b"/"):
                 request = dataclasses.replace(request, target=prefix + request.target)
             self.accept(waiter, request)
 
-        server = await asyncio.get_running_loop().create_unix_server(
-            lambda: Downstream(accept, self._connections), str(path), backlog=128
-        )
-        path.chmod(0o600)
-        account.sockets[path] = server
+        return lambda: Downstream(accept, self._connections)
 
     def clock(self, execution: str) -> tuple[float, bool]:
         """(seconds to credit so far, whether a call is open)."""
@@ -158,10 +175,10 @@ class Relay:
         account = self._accounts.pop(execution)
         waited_s = account.credit_s(self._now())
         account.closed = True
-        for path, server in account.sockets.items():
+        for server in account.servers:
             server.close()
+        for path in account.paths:
             path.unlink(missing_ok=True)
-        account.sockets.clear()
         for calls in list(account.open.values()):
             for call in calls:
                 call.stop()

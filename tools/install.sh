@@ -9,10 +9,13 @@ need() { # need COMMAND... : Debian packages in $PACKAGES
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $PACKAGES
 }
 
-PACKAGES="python3 python3-venv" 
+PACKAGES="python3 python3-venv"
 command -v "$PYTHON" >/dev/null 2>&1 || need "$PYTHON"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$PYTHON is older than 3.11; name a newer one: make PYTHON=python3.12 ..."
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || need "the venv module"
+
+# walls for executions (tasks.workspace = "bwrap"); without it only plain and container workspaces run
+command -v bwrap >/dev/null 2>&1 || ! as_root_debian || { PACKAGES="bubblewrap"; need "bubblewrap"; }
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 CONSTRAINTS=""

@@ -18,6 +18,7 @@ from gyre_base import bus
 from gyre_base import messages as m
 from gyre_base.keys import make_keys
 from gyre_base.vocabulary import Outcome
+from gyre_exec import keeping
 from tests.exec.rig import Cellctl, ExecutorProcess, Proxyd, answer_ok, make_run, nothing_left, processes_of, rig, task
 
 WRITE = ("write", "answer", "seven77")
@@ -51,7 +52,9 @@ async def test_a_harness_sees_a_minimal_environment_and_its_workspace(tmp_path: 
         assert set(env) <= {
             *("PATH", "HOME", "TMPDIR", "LANG", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "LC_CTYPE"),
             *("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_MODEL", "NOTES", "EXTRA"),
+            *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
         }
+        assert env["CUDA_VISIBLE_DEVICES"] == ""
         assert (place / "src/deep/file.txt").read_text() == "x" and not (place / "mode").exists()
 
 
@@ -70,7 +73,7 @@ async def test_a_failing_evaluator_is_never_a_zero(tmp_path: Path) -> None:
     once = tmp_path / "once"
     cases: dict[str, tuple[str, str]] = {
         "crash": ("crash", "the judge is ill"),
-        "silent": ("silent", "no score file"),
+        "silent": ("silent", "wrote no score"),
         "rubbish": ("rubbish {not json", "not JSON"),
         "nan": ('rubbish {"score": NaN}', "finite"),
         "text": ('rubbish {"score": "1"}', "not a number"),
@@ -101,12 +104,24 @@ async def test_children_that_ignore_term_or_leave_the_session_are_gone_with_thei
         assert processes_of(executor.run) == []
 
 
-async def test_a_hundred_megabytes_of_output_are_bounded_and_a_failure_keeps_its_output(tmp_path: Path) -> None:
-    async with rig(tmp_path) as (cellctl, _proxyd, executor):
-        await cellctl.order("loud", task(["call", "x"], WRITE, ["print", 100], ["exit", 3]))
-        assert (await cellctl.outcome("loud", 40.0)).outcome is Outcome.SCORED
-        size = executor.run.path("executions", "loud", "stdout").stat().st_size
-        assert 200_000 < size < 300_000
+async def test_what_a_harness_said_stays_compressed_and_a_hundred_megabytes_are_bounded(tmp_path: Path) -> None:
+    said = ["say", "stdout", "hello\n"], ["say", "stderr", "careful\n"], ["say", "transcript", '{"turns": 3}']
+    env = {"TRANSCRIPT": "{transcript}"}
+    async with rig(tmp_path, printed_mib=2, harness_env=env) as (cellctl, _proxyd, executor):
+        await cellctl.order("loud", task(["call", "x"], WRITE, ["print", 100], ["say", "stdout", "the end"]))
+        await cellctl.order("quiet", task(["call", "x"], *said, WRITE))
+        await cellctl.order("odd", task(["call", "x"], ["link-transcript", "/etc/passwd"], WRITE))
+        for name in ("loud", "quiet", "odd"):
+            assert (await cellctl.outcome(name, 40.0)).outcome is Outcome.SCORED
+        loud, quiet, odd = (executor.run.path("executions", name) for name in ("loud", "quiet", "odd"))
+        await cellctl.until(lambda: not (odd / "harness").exists() and not (loud / "harness").exists())
+        assert sorted(p.name for p in loud.iterdir()) == ["outcome.json", "stdout.zst"]
+        text = keeping.read(loud, "stdout")
+        assert 2 << 20 < len(text) < (2 << 20) + 8192 and text.endswith(b"the end") and b"bytes left out" in text
+        assert (loud / "stdout.zst").stat().st_size < 64 << 10
+        kept = {name: keeping.read(quiet, name) for name in keeping.KEPT}
+        assert kept == {"stdout": b"hello\n", "stderr": b"careful\n", "transcript.json": b'{"turns": 3}'}
+        assert sorted(p.name for p in odd.iterdir()) == ["outcome.json"], "a link to another file was followed"
 
 
 async def test_a_harness_that_never_reached_the_model_is_our_failure(tmp_path: Path) -> None:
