@@ -7,6 +7,9 @@ event and a cut.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import struct
+import termios
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -20,7 +23,9 @@ EARLY_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
+EARLY_JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 PING = http1.chunk(b": waiting\n\n")
+BLANK = http1.chunk(b"\n")  # JSON may begin with blanks
 HIDDEN = http1.HOP_BY_HOP | {b"x-gyre-waited", b"x-gyre-call"}
 Accept = Callable[["Waiter", http1.Message], None]
 
@@ -36,6 +41,7 @@ class Downstream(asyncio.Protocol):
         self._waiting: Waiter | None = None
         self._next: deque[http1.Message] = deque()
         self._told_to_continue = False
+        self._broke = False  # it ended before the client had everything
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -91,8 +97,31 @@ class Downstream(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    @property
+    def has_all(self) -> bool:
+        """Whether the client's machine has taken every byte that was written, and did not throw any away."""
+        if self._broke or self._transport is None:
+            return False
+        return self._transport.is_closing() or self._flushed()
+
+    def _flushed(self) -> bool:
+        """Nothing is left in our buffer or unacknowledged in the kernel's."""
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size():
+            return False
+        try:
+            left = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
+        except OSError:
+            return False
+        return bool(struct.unpack("i", left)[0] == 0)
+
+    def eof_received(self) -> None:
+        """The client sends no more, and is taken to read no more."""
+        self._broke = self._broke or not self._flushed()
+
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.discard(self)
+        self._broke = self._broke or error is not None  # closed with bytes unread: the kernel says reset
         if self._waiting is not None:
             self._waiting.gone()
 
@@ -101,7 +130,7 @@ class Waiter:
     """One request that waits for its answer."""
 
     def __init__(self, connection: Downstream, request: http1.Message) -> None:
-        self._connection = connection
+        self.connection = connection
         self._request = request
         self._begun = False
         self._streams: bool | None = None
@@ -114,21 +143,24 @@ class Waiter:
         if self.on_gone is not None:
             self.on_gone()
 
-    def keep_open(self) -> None:
-        """After a while of waiting: headers and comments, if a stream was asked for."""
+    def keep_open(self, *, plain: bool) -> None:
+        """After a while of waiting: headers, then comments, if a stream was asked for. `plain`: the wait is so long
+        that an answer in one piece, too, begins, with blanks.
+        """
         if self._streams is None:
-            self._streams = _asks_for_stream(self._request)
-        if self.alive and self._streams:
-            if not self._begun:
-                self._begun = True
-                self._connection.write(EARLY_HEAD)
-            self._connection.write(PING)
+            self._streams = asks_for_stream(self._request)
+        if not self.alive or not (self._streams or (plain and self._request.method == b"POST")):
+            return
+        if not self._begun:
+            self._begun = True
+            self.connection.write(EARLY_HEAD if self._streams else EARLY_JSON_HEAD)
+        self.connection.write(PING if self._streams else BLANK)
 
     def answer(self, answer: http1.Message) -> bool:
         """The whole answer. False if the harness is thereby shown an error of ours."""
         self.alive = False
         if self._begun:
-            return self._finish_stream(answer)
+            return self._finish_begun(answer)
         keep_alive = self._request.keep_alive
         headers = [(key, value) for key, value in answer.headers if key not in HIDDEN]
         if not keep_alive:
@@ -137,18 +169,22 @@ class Waiter:
         if bodiless:
             headers += [(key, value) for key, value in answer.headers if key == b"content-length"]
         raw = http1.response(answer.status, headers, answer.body, reason=answer.reason, bodiless=bodiless)
-        self._connection.write(raw)
-        self._connection.done(keep_alive=keep_alive)
+        self.connection.write(raw)
+        self.connection.done(keep_alive=keep_alive)
         return answer.status < 500
 
-    def _finish_stream(self, answer: http1.Message) -> bool:
-        """Status and headers are gone already: only events can say more."""
-        if answer.status == 200 and answer.header(b"content-type").startswith(b"text/event-stream"):
-            self._connection.write(http1.chunk(answer.body) + http1.LAST_CHUNK if answer.body else http1.LAST_CHUNK)
-            self._connection.done(keep_alive=self._request.keep_alive)
+    def _finish_begun(self, answer: http1.Message) -> bool:
+        """Status and headers are gone already: only events can say more, and of a plain answer only a cut."""
+        kind = b"text/event-stream" if self._streams else b"application/json"
+        if answer.status == 200 and answer.header(b"content-type").startswith(kind):
+            self.connection.write(http1.chunk(answer.body) + http1.LAST_CHUNK if answer.body else http1.LAST_CHUNK)
+            self.connection.done(keep_alive=self._request.keep_alive)
             return True
-        self._connection.write(http1.chunk(_error_event(self._request.target, answer)))
-        self._connection.done(keep_alive=False)
+        if not self._streams:
+            self.connection.abort()
+            return False
+        self.connection.write(http1.chunk(_error_event(self._request.target, answer)))
+        self.connection.done(keep_alive=False)
         return False
 
     def refuse(self, status: int, why: str) -> None:
@@ -156,10 +192,10 @@ class Waiter:
 
     def abort(self) -> None:
         self.alive = False
-        self._connection.abort()
+        self.connection.abort()
 
 
-def _asks_for_stream(request: http1.Message) -> bool:
+def asks_for_stream(request: http1.Message) -> bool:
     if b'"stream"' not in request.body:
         return False
     try:
@@ -180,9 +216,17 @@ def _error_body(why: str) -> bytes:
 def _error_event(target: bytes, answer: http1.Message) -> bytes:
     """In the form that the dialect's clients read as a failure, and retry."""
     try:
-        orjson.loads(answer.body)
-        data = answer.body.replace(b"\n", b" ").replace(b"\r", b" ")
+        said = orjson.loads(answer.body)
     except orjson.JSONDecodeError:
-        data = _error_body(f"the model's server answered {answer.status}")
-    named = b"event: error\n" if target.partition(b"?")[0].endswith(b"/messages") else b""
-    return named + b"data: " + data + b"\n\n"
+        said = orjson.loads(_error_body(f"the model's server answered {answer.status}"))
+    path = target.partition(b"?")[0]
+    if path.endswith(b"/messages"):
+        return b"event: error\ndata: " + orjson.dumps(said) + b"\n\n"
+    if path.endswith(b"/responses"):
+        error = said.get("error") if isinstance(said, dict) else None
+        failed = {
+            "type": "response.failed",
+            "response": {"status": "failed", "error": error or {"code": "server_error"}},
+        }
+        return b"event: response.failed\ndata: " + orjson.dumps(failed) + b"\n\n"
+    return b"data: " + orjson.dumps(said) + b"\n\n"

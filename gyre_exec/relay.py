@@ -21,13 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_exec import http1
-from gyre_exec.downstream import Downstream, Waiter
+from gyre_exec.downstream import Downstream, Waiter, asks_for_stream
 from gyre_exec.upstream import Broken, Upstream
 
 log = logging.getLogger(__name__)
 TARGET = re.compile(rb"/x/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/[^#]*")
 CLIMBS = re.compile(rb"(^|/)(\.|%2e){1,2}(/|$)", re.IGNORECASE)
 RESEND = frozenset({502, 503})  # proxyd is there but can't yet
+# how the stream and the plain form of one request differ; within a JSON text the quotes would be escaped
+FORM = re.compile(rb'"stream"\s*:\s*(?:true|false)\s*,?\s*|"stream_options"\s*:\s*\{[^{}]*\}\s*,?\s*')
+SENT_KEPT = 256  # answers per execution whose delivery may still turn out to have failed
 DROPPED = http1.HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-gyre-call"}
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 2.0
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel takes
@@ -39,6 +42,7 @@ class RelayLimits:
 
     quiet_s: float = 2.0  # a stream request that waits longer gets its headers; faster answers keep proxyd's status
     ping_s: float = 10.0  # SSE comments while it waits on
+    plain_quiet_s: float = 60.0  # an answer in one piece that takes longer begins with blanks; no status after that
     orphan_s: float = 30.0  # a call whose harness hung up lives so long, for its retry to meet it
     twin_s: float = 0.02  # an identical request beside a live one waits so long to see whether that one hangs up
     calls_per_execution: int = 64
@@ -54,6 +58,7 @@ class Account:
     resent: int = 0
     waited_s: float = 0.0  # as proxyd says
     open: dict[bytes, list[Call]] = field(default_factory=dict)
+    sent: dict[bytes, Sent] = field(default_factory=dict)  # the newest per request, oldest first
     closed: bool = False
     servers: list[asyncio.AbstractServer] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
@@ -83,14 +88,24 @@ class Account:
         return sum(len(calls) for calls in self.open.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """An answer that was written to a connection. If its end did not arrive, the same request gets the same call."""
+
+    call: str
+    connection: Downstream
+    at: float
+
+
 class Call:
     """One request of the harness and its answer, with everyone who waits for it."""
 
-    def __init__(self, account: Account, key: bytes, request: http1.Message) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(self, account: Account, key: bytes, request: http1.Message, number: str = "") -> None:
+        self.id = number or uuid.uuid4().hex
         self.account = account
         self.key = key
         self.request = request
+        self.began = 0.0
         self.waiters: list[Waiter] = []
         self.answer: http1.Message | None = None
         self.task: asyncio.Task[None] | None = None
@@ -185,6 +200,7 @@ class Relay:
                 for waiter in call.waiters:
                     waiter.abort()
         account.open.clear()
+        account.sent.clear()
         return account, waited_s
 
     def proxy_moved(self) -> None:
@@ -214,16 +230,33 @@ class Relay:
         if twins and not self._attach(twins, waiter, request):
             self._later(account, waiter, request, key)
         elif not twins:
-            self._begin(account, waiter, request, key)
+            self._begin(account, waiter, request, key, self._undelivered(account, key, waiter))
 
     def _attach(self, twins: list[Call], waiter: Waiter, request: http1.Message) -> bool:
-        """A byte-identical retry joins its call: one nobody waits for now, or any if the client says it retries."""
+        """An identical retry joins its call: one nobody waits for now, or any if the client says it retries.
+
+        A retry that wants the other form (a stream, or one piece) asks proxyd again under the same id.
+        """
         says_retry = request.header(b"x-stainless-retry-count") not in (b"", b"0")
         for call in twins:
-            if says_retry or not any(w.alive for w in call.waiters):
+            if not says_retry and any(w.alive for w in call.waiters):
+                continue
+            if asks_for_stream(call.request) == asks_for_stream(request):
                 self._join(call, waiter)
-                return True
+            else:
+                self._begin(call.account, waiter, request, call.key, call.id)
+            return True
         return False
+
+    def _undelivered(self, account: Account, key: bytes, waiter: Waiter) -> str:
+        """The call whose answer to this very request went out but did not arrive; empty if there is none.
+
+        An answer that arrived is another matter: the same request then wishes for a fresh sample.
+        """
+        sent = account.sent.pop(key, None)
+        if sent is None or self._now() - sent.at > self._limits.orphan_s:
+            return ""
+        return "" if sent.connection is waiter.connection or sent.connection.has_all else sent.call
 
     def _later(self, account: Account, waiter: Waiter, request: http1.Message, key: bytes) -> None:
         """The first one still listens: two siblings with one body, or a retry whose hang-up is still to be seen."""
@@ -232,7 +265,7 @@ class Relay:
             if account.closed or not waiter.alive:
                 waiter.abort()
             elif not self._attach(account.open.get(key, []), waiter, request):
-                self._begin(account, waiter, request, key)
+                self._begin(account, waiter, request, key, self._undelivered(account, key, waiter))
 
         asyncio.get_running_loop().call_later(self._limits.twin_s, again)
 
@@ -243,11 +276,13 @@ class Relay:
         if call.answer is not None:
             self._deliver(call)
 
-    def _begin(self, account: Account, waiter: Waiter, request: http1.Message, key: bytes) -> None:
+    def _begin(self, account: Account, waiter: Waiter, request: http1.Message, key: bytes, number: str) -> None:
+        """A call, new or known under `number`."""
         if account.open_calls() >= self._limits.calls_per_execution:
             waiter.refuse(429, f"more than {self._limits.calls_per_execution} calls at once")
             return
-        call = Call(account, key, request)
+        call = Call(account, key, request, number)
+        call.began = self._now()
         account.open.setdefault(key, []).append(call)
         loop = asyncio.get_running_loop()
         self._join(call, waiter)
@@ -256,8 +291,9 @@ class Relay:
         call.task.add_done_callback(lambda task: self._carried(call, task))
 
     def _ping(self, call: Call) -> None:
+        plain = self._now() - call.began >= self._limits.plain_quiet_s
         for waiter in call.waiters:
-            waiter.keep_open()
+            waiter.keep_open(plain=plain)
         call.timer = asyncio.get_running_loop().call_later(self._limits.ping_s, self._ping, call)
 
     # ---- a call is carried ----------------------------------------------------------------------------------------
@@ -314,8 +350,16 @@ class Relay:
             waiter.on_gone = None
             if not waiter.answer(call.answer):
                 call.account.errors += 1
+            self._sent(call, waiter.connection)
         if alive:
             self._drop(call)
+
+    def _sent(self, call: Call, connection: Downstream) -> None:
+        sent = call.account.sent
+        sent.pop(call.key, None)
+        sent[call.key] = Sent(call.id, connection, self._now())
+        if len(sent) > SENT_KEPT:
+            del sent[next(iter(sent))]
 
     def _hung_up(self, call: Call) -> None:
         """The harness closed its connection: a grace time, for its retry to meet the same call."""
@@ -336,8 +380,12 @@ class Relay:
 
 
 def _key(request: http1.Message) -> bytes:
-    """Identical requests have one key. The token is part of it: nobody attaches to a call without knowing it."""
-    digest = hashlib.blake2b(request.body, digest_size=16)
+    """Identical requests have one key, whether they ask for a stream or for one piece.
+
+    The token is part of it: nobody attaches to a call without knowing it.
+    """
+    body = FORM.sub(b"", request.body).rstrip(b" \r\n\t}").rstrip(b",")
+    digest = hashlib.blake2b(body, digest_size=16)
     for part in (request.method, request.target, request.header(b"authorization"), request.header(b"x-api-key")):
         digest.update(b"%d:%s" % (len(part), part))
     return digest.digest()

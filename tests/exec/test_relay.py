@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -331,3 +332,59 @@ async def test_a_unix_socket_is_its_executions_alone_with_and_without_the_path(t
         w.relay.open("e")
         with pytest.raises(ValueError, match="at most 107 bytes"):
             await w.relay.listen("e", tmp_path / ("x" * 120))
+
+
+async def test_a_retry_in_the_other_form_is_the_same_call_in_flight() -> None:
+    async with world() as w:
+        w.script = after(0.6)
+        first = asyncio.create_task(_text(w.post({**BODY, "stream_options": {"include_usage": True}})))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        plain_body = {k: v for k, v in BODY.items() if k != "stream"}
+        assert await _status(w.post(plain_body)) == 200
+        assert len(w.ids) == 2 and len(set(w.ids)) == 1
+
+
+async def raw_post(w: World, body: bytes, *, receive_bytes: int = 0) -> tuple[socket.socket, bytes]:
+    """A request by hand on a socket with a small receive buffer."""
+    loop = asyncio.get_running_loop()
+    sock = socket.socket()
+    if receive_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.setblocking(False)
+    await loop.sock_connect(sock, ("127.0.0.1", w.relay.port))
+    head = b"POST /x/e/v1/messages HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
+    await loop.sock_sendall(sock, head + body)
+    return sock, await loop.sock_recv(sock, 100)
+
+
+async def test_an_answer_whose_end_did_not_arrive_is_the_same_call_again_and_a_delivered_one_is_not() -> None:
+    async with world() as w:
+        w.script = after(0.0, "data: " + "x" * 4_000_000 + "\n\n")
+        body = json.dumps(BODY).encode()
+        reader, _ = await raw_post(w, body, receive_bytes=4096)
+        reader.close()  # with most of the answer unread
+        await asyncio.sleep(0.1)
+        sock, _ = await raw_post(w, body, receive_bytes=4096)
+        assert w.ids[0] == w.ids[1], "what was not delivered must not be sampled again"
+        sock.close()
+        w.script = after(0.0)
+        await asyncio.sleep(0.1)
+        async with w.post(path="v1/messages") as answer:
+            await answer.read()
+        async with w.post(path="v1/messages") as answer:
+            await answer.read()
+        assert w.ids[2] == w.ids[1] and w.ids[3] != w.ids[2], "after delivery the same request wishes for a sibling"
+
+
+async def test_a_long_wait_for_one_piece_begins_with_blanks() -> None:
+    async with world() as w:
+        w.relay._limits = RelayLimits(quiet_s=0.1, ping_s=0.1, plain_quiet_s=0.25)
+        w.script = after(0.8, '{"a": 1}', **{"Content-Type": "application/json"})
+        async with w.post({"messages": []}) as answer:
+            text = await answer.text()
+        assert text.startswith("\n") and json.loads(text) == {"a": 1}
