@@ -88,8 +88,8 @@ class Executor(daemon.Shell):
                     self.post(e.ClockRead(execution=name, waited_s=waited_s, call_open=call_open))
             case e.StopHarness(execution=name, now=now):
                 self._stop(name, now)
-            case e.Evaluate(execution=name):
-                self.spawn(self._evaluate(name))
+            case e.Evaluate(execution=name, time_up=time_up):
+                self.spawn(self._evaluate(name, time_up))
             case e.Settle(execution=name):
                 self._settle(name)
             case e.Forget(execution=name):
@@ -231,9 +231,16 @@ class Executor(daemon.Shell):
             )
         )
 
-    async def _evaluate(self, name: str) -> None:
+    async def _evaluate(self, name: str, time_up: bool) -> None:
+        task, place = self._tasks_of[name], self._workspaces[name]
+        ruler = task.ruler(time_up=time_up)
+        if ruler is None:
+            why = "time ran out, and the task says that partial work can't be graded"
+            self.post(e.Evaluated(execution=name, verdict="refused", error=why))
+            return
+        scorer = type(place)(folder=self.folder(name) / "scoring", settings=place.settings)
         limit_s = self.settings.tasks.evaluation_limit_s
-        self.post(await evaluate(name, self._tasks_of[name], self.folder(name), self._workspaces[name].root, limit_s))
+        self.post(await evaluate(name, task, ruler, place.root, scorer, limit_s))
 
     def _settle(self, name: str) -> None:
         finished = self.core.held[name].outcome

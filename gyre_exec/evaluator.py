@@ -1,8 +1,10 @@
-"""Measures what an execution left: the task's evaluator as its own process, its score file read with suspicion.
+"""Measures what an execution left: an evaluator as its own process, over a copy of the workspace, its result read with
+suspicion.
 
-A crash, rubbish or a hang is a failure of the evaluator and never a zero. Owns executions/<id>/scoring, which exists
-only while an evaluator runs. `--workspace {workspace} --tests {tests} --out {out}` is added to a command that names
-none of them.
+A crash, rubbish or a hang is a failure of the evaluator and never a zero. The agent's own workspace is not touched:
+what an evaluator does to its copy (executions/<id>/scoring, which exists only while it runs) can't change what the next
+one sees. Hidden tests enter only there. `--workspace {workspace} --tests {tests} --out {out}` is added to a command
+that names none of them.
 """
 
 from __future__ import annotations
@@ -10,79 +12,53 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import json
-import math
 import os
-import signal
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gyre_exec import child as children
 from gyre_exec.events import Evaluated
 from gyre_exec.harness import PATH
-from gyre_exec.rulers import bases, fill
+from gyre_exec.rulers import Evaluator, bases, fill
+from gyre_exec.score import BadScore, Reading, read_junit, read_reward, read_score
+from gyre_exec.states import StateError, copy_state
 from gyre_exec.tasks import Task
-from gyre_exec.workspace import WorkspaceError, remove_tree, write_files
+from gyre_exec.workspace import MARK, CommandLine, Plain, Workspace, WorkspaceError, remove_tree, write_files
 
-MAX_SCORE_BYTES = 1 << 20
-MAX_PARTS = 10_000
 MAX_PRINTED_BYTES = 64 << 10
-
-
-class BadScore(ValueError):
-    """The score file is not what the contract says."""
+TOLERANT = frozenset({"junit", "harbor"})  # failing tests end these with a code of their own; the report decides
+_FROM_OUTSIDE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A valid score file. `score` is None for `no_artifact`."""
+class Places:
+    """Where one evaluation happens: on this machine, and as its process sees it behind the walls of `scorer`.
 
-    score: float | None
-    parts: dict[str, float]
+    `scorer` is a workspace of the run's kind whose folder is the evaluation's own; its root becomes the copy.
+    """
 
+    scorer: Workspace
 
-def read_score(path: Path) -> Reading:
-    """{"score": finite number, "parts": {name: finite number or bool}} or {"no_artifact": true}. Raises BadScore."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_SCORE_BYTES + 1)
-    except OSError as error:
-        raise BadScore(f"wrote no score file ({error.strerror})") from None
-    if len(data) > MAX_SCORE_BYTES:
-        raise BadScore(f"wrote a score file of more than {MAX_SCORE_BYTES >> 20} MiB")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadScore(f"wrote a score file that is not JSON ({error})") from None
-    if not isinstance(body, dict):
-        raise BadScore(f"wrote a {type(body).__name__} where an object was expected")
-    if body.get("no_artifact") is True:
-        return Reading(None, {})
-    return Reading(_number(body.get("score"), "score"), _parts(body.get("parts", {})))
+    @property
+    def folder(self) -> Path:
+        return self.scorer.folder
 
+    @property
+    def tests(self) -> Path:
+        return self.folder / "tests"
 
-def _parts(body: Any) -> dict[str, float]:
-    if not isinstance(body, dict) or len(body) > MAX_PARTS:
-        raise BadScore("wrote `parts` that are not an object of numbers")
-    return {
-        name: float(value) if isinstance(value, bool) else _number(value, f"parts[{name!r}]")
-        for name, value in body.items()
-    }
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
 
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadScore(f"wrote {name} = {str(value)[:80]!r}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise BadScore(f"wrote {name} = {number}, not a finite number")
-    return number
+    def words(self, *, walled: bool) -> dict[str, str]:
+        """What placeholders become. Behind walls the places have Harbor's names."""
+        if not walled:
+            return {"workspace": str(self.scorer.root), "tests": str(self.tests), "out": str(self.logs / "score")}
+        return {"workspace": str(self.scorer.inside), "tests": "/tests", "out": "/logs/score"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,10 +66,10 @@ def _digest_of_file(path: str, mtime_ns: int, size: int) -> bytes:
     return hashlib.sha256(Path(path).read_bytes()).digest()
 
 
-def version_of(task: Task) -> str:
-    """Hash of the command, the hidden tests and the scripts it names: the same ruler has the same version."""
-    digest = hashlib.sha256()
-    for argument in fill(task.evaluator.command, {"task_file_dir": task.folder}, bases=bases(task.folder)):
+def version_of(ruler: Evaluator, folder: str) -> str:
+    """The author's version and a hash of all that measures: kind, command, scripts that it names, hidden tests."""
+    digest = hashlib.sha256(f"{ruler.kind}\0{ruler.expected}\0".encode())
+    for argument in fill(ruler.command, {"task_file_dir": folder}, bases=bases(folder)):
         try:
             found = os.stat(argument) if argument.startswith("/") and argument != sys.executable else None
         except OSError:
@@ -102,76 +78,117 @@ def version_of(task: Task) -> str:
             digest.update(_digest_of_file(argument, found.st_mtime_ns, found.st_size))
         else:
             digest.update(argument.encode("utf-8", "surrogateescape") + b"\0")
-    for path, text in sorted(task.evaluator.tests.items()):
+    for path, text in sorted(ruler.tests.items()):
         digest.update(f"{path}\0{len(text)}\0{text}".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:16]
+    mark = digest.hexdigest()[:16]
+    return f"{ruler.version}+{mark}" if ruler.version else mark
 
 
-def command_of(task: Task, places: Mapping[str, str]) -> list[str]:
+def command_of(ruler: Evaluator, folder: str, places: Mapping[str, str]) -> list[str]:
     """The full argv."""
-    argv = fill(task.evaluator.command, {**places, "python": sys.executable}, bases=bases(task.folder))
-    if not any(f"{{{name}}}" in part for part in task.evaluator.command for name in ("workspace", "tests", "out")):
+    argv = fill(ruler.command, {**places, "python": sys.executable, "task_file_dir": folder}, bases=bases(folder))
+    if not any(f"{{{name}}}" in part for part in ruler.command for name in ("workspace", "tests", "out")):
         argv += ["--workspace", places["workspace"], "--tests", places["tests"], "--out", places["out"]]
     return argv
 
 
-async def evaluate(execution: str, task: Task, folder: Path, workspace: Path, limit_s: float) -> Evaluated:
-    """One run of the evaluator over `workspace`. Never raises for what the evaluator does."""
-    scoring = folder / "scoring"
-    places = {
-        "workspace": str(workspace),
-        "tests": str(scoring / "tests"),
-        "out": str(scoring / "score.json"),
-        "task_file_dir": task.folder,
-    }
-    blank = Evaluated(execution=execution, verdict="failed", evaluator=task.evaluator.name, version=version_of(task))
+def environment_of(ruler: Evaluator, task: Task, home: str) -> dict[str, str]:
+    """Little; `${NAME}` and `${NAME:-default}` in the ruler's own words are taken from the executor's environment."""
+
+    def outside(found: re.Match[str]) -> str:
+        return os.environ.get(found.group(1), found.group(2) or "")
+
+    fixed = {"PATH": PATH, "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {key: _FROM_OUTSIDE.sub(outside, text) for key, text in {**task.needs.env, **ruler.env}.items()}
+    return {**fixed, **own}
+
+
+async def evaluate(
+    execution: str, task: Task, ruler: Evaluator, state: Path, scorer: Workspace, limit_s: float
+) -> Evaluated:
+    """One run of `ruler` over a copy of `state`, behind the walls of `scorer`. Never raises for what it does."""
+    places = Places(scorer)
+    blank = Evaluated(
+        execution=execution,
+        verdict="failed",
+        evaluator=ruler.name,
+        version=version_of(ruler, task.folder),
+        retry_budget=-1 if ruler.retries is None else ruler.retries,
+    )
     try:
-        remove_tree(scoring)
-        (scoring / "tests").mkdir(parents=True, mode=0o700)
-        write_files(scoring / "tests", task.evaluator.tests)
-        verdict, error = await _run(command_of(task, places), scoring, task.evaluator.timeout_s or limit_s)
+        await asyncio.to_thread(_prepare, task, ruler, state, places)
+        line = start_of(ruler, task, places)
+        cwd = scorer.root if ruler.kind == "junit" else scorer.folder
+        verdict, error = await _run(line, cwd, scorer.folder, ruler.timeout_s or limit_s, ruler.kind in TOLERANT)
         if verdict != "ended":
             return replace(blank, verdict=verdict, error=error)
-        reading = read_score(scoring / "score.json")
-    except BadScore as problem:
-        return replace(blank, error=f"the evaluator {problem}")
-    except (OSError, WorkspaceError) as problem:
+        try:
+            reading = _read(ruler, places)
+        except BadScore as problem:
+            return replace(blank, error=f"the evaluator {problem}" + (f" ({error})" if error else ""))
+    except (OSError, WorkspaceError, StateError) as problem:
         return replace(blank, error=f"the evaluator could not be started: {problem}")
     finally:
-        remove_tree(scoring)
+        remove_tree(places.folder)
     if reading.score is None:
         return replace(blank, verdict="no_artifact")
     return replace(blank, verdict="scored", score=reading.score, parts=reading.parts)
 
 
-async def _run(argv: list[str], scoring: Path, timeout_s: float) -> tuple[str, str]:
-    """("ended" | "failed" | "hung", error text)."""
+def _prepare(task: Task, ruler: Evaluator, state: Path, places: Places) -> None:
+    remove_tree(places.folder)
+    places.scorer.accept(task)
+    places.tests.mkdir(parents=True, mode=0o700)
+    (places.scorer.harness / "tmp").mkdir(parents=True, mode=0o700)
+    (places.logs / "verifier").mkdir(parents=True)
+    write_files(places.tests, ruler.tests)
+    copy_state(state, places.scorer.root)
+
+
+def start_of(ruler: Evaluator, task: Task, places: Places) -> CommandLine:
+    """What is started. A rubric's judge runs nothing of the agent's and needs the network: it has no walls."""
+    walled = ruler.kind != "rubric" and not isinstance(places.scorer, Plain)
+    if ruler.kind == "harbor" and not walled:
+        raise WorkspaceError("a Harbor verifier writes to /logs and needs walls: tasks.workspace = bwrap or apptainer")
+    argv = command_of(ruler, task.folder, places.words(walled=walled))
+    if not walled:
+        return CommandLine(argv=argv, env=environment_of(ruler, task, str(places.folder)))
+    binds = {str(places.tests): "/tests", str(places.logs): "/logs"}
+    return places.scorer.command(argv, environment_of(ruler, task, "/tmp"), binds=binds, reach=False)
+
+
+def _read(ruler: Evaluator, places: Places) -> Reading:
+    match ruler.kind:
+        case "junit":
+            return read_junit(places.logs / "score", ruler.expected)
+        case "harbor":
+            return read_reward(places.logs / "verifier")
+    return read_score(places.logs / "score")
+
+
+async def _run(line: CommandLine, cwd: Path, folder: Path, timeout_s: float, tolerant: bool) -> tuple[str, str]:
+    """("ended" | "failed" | "hung", what it said if it did not end well)."""
     out, err = children.Sink(None, MAX_PRINTED_BYTES), children.Sink(None, MAX_PRINTED_BYTES)
-    env = {
-        "PATH": PATH,
-        "HOME": str(scoring),
-        "TMPDIR": str(scoring),
-        "LANG": "C.UTF-8",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    child = children.spawn(argv, cwd=scoring, env=env, stdout=out, stderr=err, marker=str(scoring))
+    env = {**line.env, MARK: str(folder)} if line.walled else line.env
+    child = children.spawn(line.argv, cwd=cwd, env=env, stdout=out, stderr=err, marker=str(folder), walled=line.walled)
     hung = False
 
     def time_up() -> None:
         nonlocal hung
         hung = True
-        child.signal(signal.SIGKILL)
+        child.kill()
 
     timer = asyncio.get_running_loop().call_later(timeout_s, time_up)
     try:
         code = await asyncio.shield(child.exited)
     except asyncio.CancelledError:
-        child.signal(signal.SIGKILL)
+        child.kill()
         raise
     finally:
         timer.cancel()
     if hung:
         return "hung", f"the evaluator did not end within {timeout_s:g} s and was killed"
-    if code != 0:
-        return "failed", f"the evaluator ended with exit code {code}: {err.tail() or out.tail()}"
-    return "ended", ""
+    if code == 0:
+        return "ended", ""
+    words = f"the evaluator ended with exit code {code}: {err.tail() or out.tail()}"
+    return ("ended" if tolerant and code > 0 else "failed"), words

@@ -1,15 +1,38 @@
-"""The state that an agent left: copied for each evaluator, so that none of them changes what another one sees."""
+"""The state that an agent left: found again in a run, and copied for each evaluator, so that none of them changes what
+another one sees.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+
+from gyre_base.rundir import RunDir
 
 
 class StateError(Exception):
     """What an execution left can't be read."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state that is still there. `reference` says where, for the score that was made of it."""
+
+    reference: str
+    folder: Path
+
+    def copy_to(self, target: Path) -> None:
+        """Raises StateError."""
+        copy_state(self.folder, target)
+
+
+def find(run: RunDir, execution: str) -> Kept | None:
+    """What `execution` left, or None if it is not kept."""
+    folder = run.path("executions", execution, "workspace")
+    return Kept(f"executions/{execution}/workspace", folder) if folder.is_dir() else None
 
 
 def copy_state(source: Path, target: Path) -> None:
