@@ -92,6 +92,7 @@ class Profile:
     steps: int = 12  # measured steps; the run goes on, so the last ones are like the others
     groups_per_batch: int = 8
     group_size: int = 16
+    tasks: int = 256  # different ones; a run that needs more groups comes back to them in a new order
     durations: Durations = field(default_factory=Durations)
     laws: Laws = field(default_factory=Laws)
     arms: tuple[Arm, ...] = ()

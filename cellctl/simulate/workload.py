@@ -20,12 +20,12 @@ PER_HOUR = {"hours": 1.0, "duration_h": 1.0, "duration_s": 1 / 3600, "wall_s": 1
 
 
 class Workload(Protocol):
-    """`group(serial)` is the same in every arm that has the same seed."""
+    """What executions would take, the same in every arm that has the same seed, in whatever order tasks are given."""
 
     mean_h: float
 
-    def group(self, serial: int, size: int) -> list[float]:
-        """Nominal hours of the executions of one group."""
+    def group(self, task: int, visit: int, size: int) -> list[float]:
+        """Nominal hours of the executions of a task's group; `visit` counts the task's groups from 0."""
         ...
 
 
@@ -37,28 +37,32 @@ class TwoLevel:
         spread = math.exp((durations.task_sigma**2 + durations.rollout_sigma**2) / 2.0)
         self.mean_h = durations.median_h * spread * (1.0 + durations.hard_share * (durations.hard_factor - 1.0))
 
-    def group(self, serial: int, size: int) -> list[float]:
+    def task_ln_h(self, task: int) -> float:
+        """The task's own centre: ln of its median hours."""
         d = self._d
-        chance = np.random.default_rng((self._seed, serial))
-        hard, draws = chance.random(), chance.standard_normal(size + 1)
-        task = (
-            math.log(d.median_h) + d.task_sigma * draws[0] + (math.log(d.hard_factor) if hard < d.hard_share else 0.0)
-        )
-        hours = np.exp(task + d.rollout_sigma * draws[1:])
+        chance = np.random.default_rng((self._seed, task))
+        harder = math.log(d.hard_factor) if chance.random() < d.hard_share else 0.0
+        return math.log(d.median_h) + d.task_sigma * float(chance.standard_normal()) + harder
+
+    def group(self, task: int, visit: int, size: int) -> list[float]:
+        d = self._d
+        draws = np.random.default_rng((self._seed, task, visit)).standard_normal(size)
+        hours = np.exp(self.task_ln_h(task) + d.rollout_sigma * draws)
         return [float(h) for h in (np.minimum(hours, d.harness_limit_h) if d.harness_limit_h else hours)]
 
 
 class Recorded:
-    """Draws from a file, with replacement."""
+    """Each task takes after one that was recorded; its executions are drawn from that one's, with replacement."""
 
     def __init__(self, tasks: list[list[float]], seed: int) -> None:
         self._tasks, self._seed = tasks, seed
         self.mean_h = sum(sum(t) / len(t) for t in tasks) / len(tasks)
 
-    def group(self, serial: int, size: int) -> list[float]:
-        chance = np.random.default_rng((self._seed, serial))
-        hours = self._tasks[int(chance.integers(len(self._tasks)))]
-        return [hours[i] for i in chance.integers(len(hours), size=size)]
+    def group(self, task: int, visit: int, size: int) -> list[float]:
+        like = int(np.random.default_rng((self._seed, task)).integers(len(self._tasks)))
+        hours = self._tasks[like]
+        picks = np.random.default_rng((self._seed, task, visit)).integers(len(hours), size=size)
+        return [hours[i] for i in picks]
 
 
 def read_durations(path: Path) -> list[list[float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,6 @@ from gyre_base.daemon import Send
 from gyre_base.ids import PolicyVersion
 from gyre_base.vocabulary import Outcome, Role
 
-TASKS = tuple(f"t{i}" for i in range(256))
 MAX_EVENTS_PER_STEP = 200_000  # a world that goes round in circles says so instead of running for ever
 
 
@@ -85,6 +85,7 @@ class World:
         self._per_execution_s = self.laws.train_node_h * 3600.0 / (profile.groups_per_batch * profile.group_size)
         self._work = workload.make(profile.durations, seed)
         self._hours: dict[str, list[float]] = {}
+        self._visits: Counter[int] = Counter()
         self.serving = Serving(self.laws.load_slope, self.laws.load_floor, profile.durations.limit_h * 3600.0)
         names = [f"c{i}" for i in range(len(arm.nodes))]
         self.nodes = dict(zip(names, arm.nodes, strict=True))
@@ -106,7 +107,7 @@ class World:
     def _begin(self, tree: dict[str, Any]) -> None:
         self.serving.add_slots(sum(tree["scheduler"]["cell_slots"]))
         self._slots = dict(zip(self.nodes, tree["scheduler"]["cell_slots"], strict=True))
-        self.feed(Start(config=tree, train=TASKS, heldout=()))
+        self.feed(Start(config=tree, train=tuple(f"t{i}" for i in range(self.profile.tasks)), heldout=()))
         for kind in ("proxyd", "trajd"):
             self.feed(m.Hello(kind=kind, name=kind, life=1, pid=1))
         self.feed(m.Hello(kind="executor", name="ex0", life=1, pid=1, slots=1 << 20))
@@ -160,8 +161,9 @@ class World:
         record = self.core.ledger.executions[order.execution]
         hours = self._hours.get(order.group)
         if hours is None:
-            serial = self.core.ledger.groups[order.group].serial
-            hours = self._hours[order.group] = self._work.group(serial, self.profile.group_size)
+            task = int(self.core.ledger.groups[order.group].task[1:])
+            visit, self._visits[task] = self._visits[task], self._visits[task] + 1
+            hours = self._hours[order.group] = self._work.group(task, visit, self.profile.group_size)
         self.serving.start(order.execution, hours[record.place] * 3600.0)
 
     def _end_one(self) -> None:

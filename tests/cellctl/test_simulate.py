@@ -127,7 +127,9 @@ def test_slack_is_one_minus_rollouts_over_burst_minus_training_over_step(seed, m
     profile = dataclasses.replace(profile, steps=3 * m)
     world = World(profile, arm, seed).run()
     burst_h = world.now / 3600.0 / 3
-    hours = [h for serial in range(12 * m) for h in TwoLevel(profile.durations, seed).group(serial, 4)]
+    trained = sorted(world.core.ledger.groups.values(), key=lambda g: g.serial)[: 12 * m]
+    work = TwoLevel(profile.durations, seed)
+    hours = [h for group in trained for h in work.group(int(group.task[1:]), 0, 4)]
     mean_h = fmean(min(h, profile.durations.limit_h) for h in hours)
     slack = 1 - mean_h / burst_h - (profile.laws.train_node_h / 4) * m / burst_h
     assert world.meter.idle_share() == pytest.approx(slack, abs=0.002)
@@ -253,7 +255,7 @@ def test_recorded_durations_are_drawn_from_one_task_per_group(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"task": "a", "hours": [1, 1.5]}\n{"task": "b", "duration_s": 18000}\n')
     workload = make(Durations(file=str(path)), seed=1)
-    groups = [workload.group(serial, 8) for serial in range(20)]
+    groups = [workload.group(task, 0, 8) for task in range(20)]
     assert {frozenset(g) <= {1.0, 1.5} or set(g) == {5.0} for g in groups} == {True}
     assert Counter(len(g) for g in groups) == {8: 20}
 
