@@ -35,3 +35,25 @@ def show(execution: str, run_dir: str | None, html: Path | None, as_json: bool) 
         common.print_json([pages.as_json(page, told)])
     else:
         pages.show(page, told)
+
+
+@click.command("rescore")
+@click.argument("run_dir", metavar="RUN", type=click.Path(file_okay=False))
+@click.option(
+    "--evaluator",
+    required=True,
+    metavar="FILE|task",
+    help="A .toml or .json file with an evaluator, or `task`: each task's own as its file has it now.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Evaluators at once (default: one per core).")
+@click.option("--limit", type=click.IntRange(1), help="Only the first so many states.")
+@json_option
+@guarded
+def rescore(run_dir: str, evaluator: str, workers: int | None, limit: int | None, as_json: bool) -> None:
+    """Measure the kept states of RUN by another ruler: agreement, bias by length, drift over the steps.
+
+    Results go to RUN/rescores/, beside the old scores. A second start goes on. Exit 1 if a state could not be measured.
+    """
+    from gyre_cli import rescoring
+
+    raise SystemExit(rescoring.run(run_dir, evaluator, workers, limit, as_json))

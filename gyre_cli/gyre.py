@@ -13,7 +13,7 @@ import click
 
 from gyre_cli import common
 from gyre_cli.common import guarded, json_option, run_option
-from gyre_cli.executions import show
+from gyre_cli.executions import rescore, show
 from gyre_cli.tasks import tasks
 
 
@@ -225,6 +225,7 @@ def exec_command(name: str, run_dir: str | None) -> None:
 
 main.add_command(tasks)
 main.add_command(show)
+main.add_command(rescore)
 
 if __name__ == "__main__":
     main()

@@ -214,7 +214,7 @@ def _html_calls(told: Any) -> str:
 
     if told is None:
         return "<h2>calls</h2><p>none recorded</p>"
-    return f"<h2>calls</h2><p>{escape(told.title())}</p>{picture.svg(told)}"
+    return f"<h2>calls</h2>{picture.svg(told)}"
 
 
 def _html_workspace(page: Any) -> str:

@@ -33,10 +33,10 @@ class Story:
         """When the first event of this tag came."""
         return next((at for at, event in self.moments if event["tag"] == tag), None)
 
-    def task(self) -> Task:
-        """As it was ordered. Raises TaskError."""
+    def task(self, folder: str) -> Task:
+        """As it was ordered; `folder` is where its file lies. Raises TaskError."""
         body = self.order["task"]
-        return from_dict(body, folder=str(body.get("task_file_dir", "")), where=f"order of {self.execution}")
+        return from_dict(body, folder=str(body.get("task_file_dir", folder)), where=f"order of {self.execution}")
 
 
 def stories(run: RunDir, execution: str | None = None) -> Iterator[Story]:
