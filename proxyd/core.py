@@ -22,7 +22,19 @@ from gyre_base.messages import (
     OperatorOrder,
     Refused,
 )
-from proxyd.events import Abort, CallArrived, CallDropped, Cut, Finish, Refuse, Restarted, SubmissionEnded, Submit
+from proxyd.balance import Balance
+from proxyd.events import (
+    Abort,
+    CallArrived,
+    CallDropped,
+    Cut,
+    EngineLoad,
+    Finish,
+    Refuse,
+    Restarted,
+    SubmissionEnded,
+    Submit,
+)
 from proxyd.state import Call, Drain, Opened, State
 
 UNKNOWN_HOLD_S = 10.0  # a call may overtake its OpenExecution by this much
@@ -39,7 +51,8 @@ class Unexpected(RuntimeError):
 class Router:
     """State of one proxyd. Public attributes are read by views; only `handle` changes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, cap: int = 0) -> None:
+        self.balance = Balance(cap)
         self.life = 0  # in every rid: an engine may still hold what a killed life sent
         self.table_number = -1
         self.engines: dict[str, Engine] = {}
@@ -53,7 +66,6 @@ class Router:
         self.suspect: dict[str, tuple[int, float]] = {}  # engine url -> (failures in a row, not before)
         self.finished = 0
         self.moved = 0
-        self._homes: dict[str, int] = {}  # cell -> executions at home there
         self._wake: float | None = None
         self._out: list[Any] = []
 
@@ -79,6 +91,8 @@ class Router:
             case Tick():
                 self._wake = None
                 self._due(now)
+            case EngineLoad(url=url, work=work):
+                self._loaded(url, work, now)
             case OperatorOrder():
                 self._obey(event, now)
             case Restarted(life=life):
@@ -108,6 +122,10 @@ class Router:
         engine = self._choose(call, opened, now)
         if engine is None:
             return
+        if call.number:  # sent before: everything that was on a cell comes at once, and prompts are long
+            call.not_before = self.balance.hold_until(engine.cell, call.prompt_tokens + call.sampled, now)
+            if call.not_before > now:
+                return
         call.number += 1
         del self._waiting[call.id]
         call.state, call.cell, call.url = State.RUNNING, engine.cell, engine.url
@@ -151,6 +169,8 @@ class Router:
         self._acknowledge(cell, now)
         if call.id in self.calls and not call.unwanted:
             self._route(call, now)
+        if self.balance.cap and self._waiting:
+            self._route_all(now)
 
     def _forget(self, call: Call) -> None:
         del self.calls[call.id]
@@ -231,8 +251,8 @@ class Router:
 
     def _close(self, execution: str, now: float) -> None:
         opened = self.executions.pop(execution, None)
-        if opened is not None and opened.home:
-            self._homes[opened.home] -= 1
+        if opened is not None:
+            self.balance.moved_home(opened.home, "")
         self.closed[execution] = None
         while len(self.closed) > 100_000:
             del self.closed[next(iter(self.closed))]
@@ -318,34 +338,31 @@ class Router:
         return engine.serving and not self._blocked(engine.cell) and self.suspect.get(engine.url, (0, 0.0))[1] <= now
 
     def _choose(self, call: Call, opened: Opened, now: float) -> Engine | None:
-        """Home if it serves and is not far busier than another; else the least loaded, by preference one that stays."""
         usable = [e for e in self.engines.values() if self.usable(e, now)]
-        if not usable:
-            return None
         leaving = bool(opened.home) and self._blocked(opened.home)
-        if leaving:  # not onto the cell that leaves next, while a later one has room
-            best = min(usable, key=lambda e: (self._load(e) >= 1.0, -e.order if self._load(e) < 1.0 else self._load(e)))
-        else:
-            best = min(usable, key=lambda e: (self._load(e), -e.order))
-        home = next((e for e in usable if e.cell == opened.home), None)
-        if home is not None and self._load(home) - self._load(best) <= 0.5:
-            return home
-        if opened.home:
-            self._homes[opened.home] -= 1
-        opened.home = best.cell
-        self._homes[best.cell] = self._homes.get(best.cell, 0) + 1
-        return best
+        engine, settles = self.balance.choose(call.execution, opened.home, usable, self.on_cell, now, leaving=leaving)
+        if engine is not None and settles and engine.cell != opened.home:
+            self.balance.moved_home(opened.home, engine.cell)
+            opened.home = engine.cell
+        return engine
 
-    def _load(self, engine: Engine) -> float:
-        """Executions at home there and calls running there, whichever is more, per slot."""
-        return max(self._homes.get(engine.cell, 0), len(self.on_cell.get(engine.cell, ()))) / max(1, engine.slots)
+    def _loaded(self, url: str, work: int, now: float) -> None:
+        for engine in self.engines.values():
+            if engine.url == url:
+                self.balance.reported(url, work, len(self.on_cell.get(engine.cell, ())), now)
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def _route_all(self, now: float) -> None:
+        """Oldest first, until no engine has room."""
         for call in list(self._waiting.values()):
+            if not self._room(now):
+                return
             if call.state is State.HELD:
                 self._route(call, now)
+
+    def _room(self, now: float) -> bool:
+        return any(self.usable(e, now) and not self.balance.full(e, self.on_cell) for e in self.engines.values())
 
     def _due(self, now: float) -> None:
         for call in list(self._waiting.values()):
@@ -393,7 +410,9 @@ class Router:
         for opened in self.executions.values():
             if opened.home:
                 homes[opened.home] = homes.get(opened.home, 0) + 1
-        assert homes == {k: v for k, v in self._homes.items() if v}
+        assert homes == {k: v for k, v in self.balance.homes.items() if v}
+        cap = self.balance.cap or len(self.calls)
+        assert all(len(names) <= cap for names in self.on_cell.values()), "more calls on a cell than it may have"
 
 
 def _backoff(failures: int) -> float:

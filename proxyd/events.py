@@ -43,6 +43,14 @@ class CallDropped:
     call: str
 
 
+@message("proxyd.load")
+class EngineLoad:
+    """shell -> core: what an engine itself counts as running and waiting, ours included."""
+
+    url: str
+    work: int
+
+
 @message("proxyd.restarted")
 class Restarted:
     """shell -> core, first: a new life begins; open executions follow as `execution.open`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,18 @@ from gyre_base.messages import (
 )
 from gyre_base.vocabulary import Purpose
 from proxyd.core import REFUSALS, UNKNOWN_HOLD_S, Router, Unexpected
-from proxyd.events import Abort, CallArrived, CallDropped, Cut, Finish, Refuse, Restarted, SubmissionEnded, Submit
+from proxyd.events import (
+    Abort,
+    CallArrived,
+    CallDropped,
+    Cut,
+    EngineLoad,
+    Finish,
+    Refuse,
+    Restarted,
+    SubmissionEnded,
+    Submit,
+)
 
 
 def table(number: int, *cells: str, away: str = "", slots: int = 4) -> EngineTable:
@@ -223,7 +235,7 @@ def test_a_call_that_nobody_waits_for_is_aborted() -> None:
 def test_a_moved_call_goes_to_a_cell_that_stays_longest_while_it_has_room() -> None:
     core = router("a", "b", "c")
     core.executions["e"].home = "a"
-    core._homes["a"] = 1
+    core.balance.moved_home("", "a")
     core.handle(DrainCell(cell="a", epoch=1), 0.0)
     (submit,) = only(core.handle(arrived("k"), 0.1), Submit)
     assert submit.cell == "c"
@@ -245,6 +257,74 @@ def test_a_person_can_drain_a_cell_and_take_it_back() -> None:
     assert only(core.handle(OperatorOrder(verb="undrain", argument="a"), 2.0), Submit)
     (answer,) = core.handle(OperatorOrder(verb="drain", argument="zz"), 3.0)
     assert isinstance(answer.message, Refused)
+
+
+def test_more_calls_than_an_engine_may_have_wait_in_order() -> None:
+    core = Router(cap=2)
+    core.handle(opened("e"), 0.0)
+    core.handle(table(1, "a"), 0.0)
+    sent = [s for k in "klmn" for s in only(core.handle(arrived(k), 0.0), Submit)]
+    assert [s.call for s in sent] == ["k", "l"]
+    assert [s.call for s in only(core.handle(ended(sent[1]), 1.0), Submit)] == ["m"]
+    assert [s.call for s in only(core.handle(ended(sent[0]), 2.0), Submit)] == ["n"]
+    core.check()
+
+
+def test_a_full_home_is_left_for_one_call_and_stays_the_home() -> None:
+    core = Router(cap=3)
+    core.handle(opened("e"), 0.0)
+    core.handle(table(1, "a", "b", slots=4), 0.0)
+    cells = [s.cell for k in "klmn" for s in only(core.handle(arrived(k), 0.0), Submit)]
+    home = core.executions["e"].home
+    assert cells[:3] == [home] * 3 and cells[3] != home and core.executions["e"].home == home
+
+
+def test_work_of_others_counts_as_load_for_a_while() -> None:
+    core = router("a", "b")
+    core.handle(EngineLoad(url="http://a", work=3), 0.0)
+    core.handle(opened("f"), 0.0)
+    assert only(core.handle(arrived("k", "f"), 1.0), Submit)[0].cell == "b"
+    core.handle(opened("g"), 100.0)
+    core.handle(opened("h"), 100.0)
+    later = {only(core.handle(arrived(f"k{e}", e), 100.0), Submit)[0].cell for e in "gh"}
+    assert "a" in later, "an old report still counts"
+
+
+def test_long_prompts_are_sent_again_one_after_the_other() -> None:
+    core = router("a", "b")
+    sent = []
+    for n in range(4):
+        core.handle(opened(f"x{n}"), 0.0)
+        event = CallArrived(call=f"k{n}", execution=f"x{n}", prompt_tokens=500_000, budget=64)
+        sent += only(core.handle(event, 0.0), Submit)
+    moving = [s for s in sent if s.cell == "a"]
+    assert len(sent) == 4 and moving, "first submissions are not held"
+    core.handle(table(2, "b"), 1.0)
+    core.handle(DrainCell(cell="a", epoch=1), 1.0)
+    times, now, commands = [], 1.0, []
+    for one in moving:
+        commands += core.handle(ended(one, "cut", 1), now)
+    while len(times) < len(moving):
+        times += [now] * len(only(commands, Submit))
+        wakes = [c.at for c in only(commands, WakeAt)]
+        if len(times) < len(moving):
+            now = min(wakes)
+            commands = core.handle(Tick(), now)
+    assert all(later - earlier >= 0.1 for earlier, later in itertools.pairwise(times)), times
+
+
+def test_an_execution_keeps_its_favourite_among_equals_when_others_come_and_go() -> None:
+    def favourite(cells: str) -> dict[str, str]:
+        found = {}
+        for n in range(60):
+            core = router(*cells)
+            core.handle(opened(f"x{n}"), 0.0)
+            found[f"x{n}"] = only(core.handle(arrived("k", f"x{n}"), 0.0), Submit)[0].cell
+        return found
+
+    four, three = favourite("abcd"), favourite("abc")
+    assert all(three[e] == cell for e, cell in four.items() if cell != "d")
+    assert set(four.values()) == set("abcd")
 
 
 def test_an_event_nobody_expects_is_an_error_with_its_story() -> None:
@@ -345,7 +425,9 @@ class Weather:
         elif what < 0.92:
             self.epoch += self.rng.choice([-1, 0, 1, 1])
             self.feed(DrainCell(cell=self.rng.choice(self.cells), epoch=self.epoch))
-        elif what < 0.96:
+        elif what < 0.94:
+            self.feed(EngineLoad(url=f"http://{self.rng.choice(self.cells)}", work=self.rng.randrange(12)))
+        elif what < 0.97:
             self.feed(self.rng.choice([opened, lambda e: CloseExecution(execution=e)])(self.rng.choice("efgh")))
         elif self.tokens:
             self.feed(CallDropped(call=self.rng.choice(sorted(self.tokens))))
@@ -375,7 +457,8 @@ class Weather:
 @given(seed=st.integers(0, 10**9))
 @settings(max_examples=80, deadline=None)
 def test_in_any_weather_every_call_is_answered_once_and_no_token_is_lost(seed: int) -> None:
-    weather = Weather(random.Random(seed))
+    rng = random.Random(seed)
+    weather = Weather(rng, Router(cap=rng.choice([0, 0, 1, 2, 5])))
     weather.feed(Restarted(life=1))
     for _ in range(120):
         weather.step()
