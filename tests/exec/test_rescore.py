@@ -86,7 +86,8 @@ def test_a_run_without_kept_states_says_what_to_set(run: RunDir, tmp_path: Path)
     for folder in (bare / "executions").glob("*/workspace"):
         shutil.rmtree(folder)
     shutil.rmtree(bare / "workspaces.git", ignore_errors=True)
-    said = say("gyre", "rescore", str(bare), "--evaluator", "task")
+    (tmp_path / "r.json").write_text('{"command": ["true"]}')
+    said = say("gyre", "rescore", str(bare), "--evaluator", str(tmp_path / "r.json"))
     assert said.returncode == 1 and "3 executions were not kept; set tasks.snapshots" in said.stderr
 
 
