@@ -7,23 +7,23 @@ dispatch at the boundary, lend cells as the water level falls, take them back wh
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from cellctl import policies
+from cellctl import executions, policies, turning
+from cellctl.executions import Executor
 from cellctl.job import JobState
 from cellctl.ledger import Ledger, TaskQueue
 from cellctl.operator import obey
+from cellctl.promises import Promises
 from cellctl.roles import Cell
 from gyre_base import messages as m
 from gyre_base.config import Config, from_tree
-from gyre_base.daemon import Answer, PeerLost, Send, Tick, WakeAt
+from gyre_base.daemon import Answer, PeerLost, Send, Tick
 from gyre_base.ids import PolicyVersion
-from gyre_base.vocabulary import Outcome, Purpose, Role
-
-RESEND_S = 5.0  # an unanswered command goes out again after this long
+from gyre_base.vocabulary import Purpose, Role
 
 
 class Unexpected(RuntimeError):
@@ -44,15 +44,6 @@ class Restart:
     """shell -> core after a replay: peers' connections are gone, their state is unknown until they say hello."""
 
     life: int
-
-
-@dataclasses.dataclass
-class Executor:
-    """An executor process as the scheduler sees it."""
-
-    name: str
-    slots: int
-    held: int = 0
 
 
 class Scheduler:
@@ -79,7 +70,7 @@ class Scheduler:
         self.frozen = False
         self.job = JobState()
         self.table_number = 0
-        self.pending: dict[str, tuple[Send, float]] = {}
+        self.promises = Promises(self.say)
         self.waiting: deque[str] = deque()  # executions without an executor
         self.totals: dict[str, float] = {
             "switches": 0,
@@ -95,10 +86,8 @@ class Scheduler:
         self.saved = ""
         self.changes = 0  # counts changes of any cell's role or weights: what was made from cells is made anew
         self._out: list[Any] = []
-        self._wake_at = 0.0
-        self._resend_at = 0.0
         self._pool: tuple[int, policies.Pool] = (-1, policies.Pool.of(()))
-        self._engines_checked: tuple[int, PolicyVersion] = (-1, self.boundary)
+        self.engines_checked: tuple[int, PolicyVersion] = (-1, self.boundary)
         self._handlers = self._table()
 
     # ---- entry ----------------------------------------------------------------------------------------------------
@@ -108,7 +97,8 @@ class Scheduler:
         self._dispatch_event(event, now)
         if self.phase not in ("new", "done"):
             self._advance(now)
-        self._resend(now)
+        if self.phase != "new":
+            self.promises.due(now, is_over=self.phase == "done")
         return self._out
 
     def _dispatch_event(self, event: Any, now: float) -> None:
@@ -125,20 +115,21 @@ class Scheduler:
             m.Hello: self._hello,
             m.Goodbye: lambda e, t: self._lost(PeerLost(kind=e.kind, name=e.name, why="left"), t),
             PeerLost: self._lost,
-            m.ExecutionFinished: self._finished,
-            m.CellDrained: self._drained,
-            m.RoleChanged: self._role_changed,
-            m.CellFault: self._cell_fault,
-            m.EngineLost: self._engine_lost,
-            m.GroupPacked: self._packed,
+            m.ExecutionFinished: partial(executions.finished, self),
+            m.CellDrained: partial(turning.drained, self),
+            m.RoleChanged: partial(turning.role_changed, self),
+            m.CellFault: partial(turning.cell_fault, self),
+            m.EngineLost: partial(turning.engine_lost, self),
+            m.GroupPacked: partial(executions.packed, self),
             m.StepDone: self._step_done,
             m.CheckpointSaved: self._checkpoint_saved,
             m.JobFacts: self._job_facts,
             m.LeaveJob: self._leave_job,
-            m.OperatorOrder: lambda e, t: self._say(Answer(obey(self, e, t))),
+            m.OperatorOrder: lambda e, t: self.say(Answer(obey(self, e, t))),
         }
 
-    def _say(self, command: Any) -> None:
+    def say(self, command: Any) -> None:
+        """A command or an answer goes out when this event is through."""
         self._out.append(command)
 
     # ---- start, peers ---------------------------------------------------------------------------------------------
@@ -171,11 +162,12 @@ class Scheduler:
         self.present.clear()
         self.executors.clear()
         self.job.facts, self.job.leaving = None, ""  # of an earlier life of the job, until the supervisor tells
-        self.pending = {key: word for key, word in self.pending.items() if key.startswith("group:")}
+        self.promises.forget_all_but("group")
         for cell in self.cells.values():
             cell.draining = False
             if cell.role not in (Role.DOWN, Role.STARTING):
-                self._become(cell, Role.STARTING, now, f"cellctl restarted (life {event.life}); waiting for its agent")
+                why = f"cellctl restarted (life {event.life}); waiting for its agent"
+                turning.become(self, cell, Role.STARTING, now, why)
 
     def _hello(self, event: m.Hello, now: float) -> None:
         known = f"{event.kind}:{event.name}"
@@ -185,254 +177,32 @@ class Scheduler:
         self.lives[known] = event.life
         self.present.add(known)
         if event.kind == "executor":
-            self._executor_joined(event, now)
+            executions.executor_joined(self, event, now)
         elif event.kind == "proxyd":
             self._inform_proxyd()
         elif event.kind == "trajd":
-            for key in [k for k in self.pending if k.startswith("group:")]:  # it may have died with our first word
-                self._until_answered(key, self.pending[key][0], now)
+            for key, send in self.promises.of("group").items():  # it may have died with our first word
+                self.promises.keep(key, send, now)
         elif event.kind == "celld" and event.name in self.cells:
             cell = self.cells[event.name]
             if reborn and cell.role is not Role.STARTING:
-                self._cell_down(cell, now, f"its agent started again (life {event.life})")
+                turning.cell_down(self, cell, now, f"its agent started again (life {event.life})")
             if cell.role is Role.DOWN:
-                self._become(cell, Role.STARTING, now, "its agent is back")
-
-    def _executor_joined(self, event: m.Hello, now: float) -> None:
-        self.executors.setdefault(event.name, Executor(event.name, event.slots)).slots = event.slots
-        for execution in list(self.ledger.held_by(event.name)):
-            if execution.id not in event.holds:
-                self._end_attempt(execution.id, Outcome.INFRA_FAILED, None, 0.0, now)
-        for held in event.holds:
-            if held not in self.ledger.in_flight:
-                self._say(Send(f"executor:{event.name}", m.CancelExecution(execution=held, why="superseded")))
-        self._count_held()
+                turning.become(self, cell, Role.STARTING, now, "its agent is back")
 
     def _inform_proxyd(self) -> None:
         for execution in self.ledger.in_flight.values():
-            self._say(Send("proxyd:proxyd", self._opening(execution.id, execution.purpose)))
-        self._publish_engines()
-        for key in [k for k in self.pending if k.startswith("drain:")]:
-            self._say(self.pending[key][0])
-
-    def _opening(self, execution: str, purpose: Purpose) -> m.OpenExecution:
-        temperature = 0.0 if purpose is Purpose.EVAL_GREEDY else self.config.rollout.temperature
-        return m.OpenExecution(execution=execution, purpose=purpose, temperature=temperature)
+            self.say(Send("proxyd:proxyd", executions.opening(self, execution.id, execution.purpose)))
+        turning.publish_engines(self)
+        for send in self.promises.of("drain").values():
+            self.say(send)
 
     def _lost(self, event: PeerLost, now: float) -> None:
         self.present.discard(f"{event.kind}:{event.name}")
         if event.kind == "executor":
-            self.executors.pop(event.name, None)
-            for execution in list(self.ledger.held_by(event.name)):
-                self._end_attempt(execution.id, Outcome.INFRA_FAILED, None, 0.0, now)
+            executions.executor_lost(self, event.name, now)
         elif event.kind == "celld" and event.name in self.cells:
-            self._cell_down(self.cells[event.name], now, f"its agent is lost: {event.why}")
-
-    # ---- executions -----------------------------------------------------------------------------------------------
-
-    def _dispatch(self, tasks: list[str], size: int, purpose: Purpose, now: float) -> None:
-        for task in tasks:
-            for execution in self.ledger.open_group(task, size, purpose, str(self.version), now):
-                self._say(Send("proxyd:proxyd", self._opening(execution.id, purpose)))
-                self.waiting.append(execution.id)
-
-    def _assign(self) -> None:
-        """Give waiting executions to the executor with the fewest. Executors queue beyond their own concurrency."""
-        while self.waiting and self.executors:
-            execution = self.ledger.in_flight.get(self.waiting.popleft())
-            if execution is None:
-                continue
-            executor = min(self.executors.values(), key=lambda e: (e.held / max(1, e.slots), e.name))
-            executor.held += 1
-            execution.executor = executor.name
-            self._say(Send(f"executor:{executor.name}", self._order(execution.id)))
-
-    def _order(self, execution: str) -> m.ExecutionOrder:
-        record = self.ledger.in_flight[execution]
-        return m.ExecutionOrder(
-            execution=execution,
-            group=record.group,
-            task={"id": self.ledger.groups[record.group].task},
-            attempt=record.attempt,
-            purpose=record.purpose,
-            limit_s=self.config.tasks.harness_limit_s,
-        )
-
-    def _finished(self, event: m.ExecutionFinished, now: float) -> None:
-        record = self.ledger.in_flight.get(event.execution)
-        if record is not None:
-            executor = record.executor
-            self.totals["harness_errors"] += event.harness_errors
-            self.totals["calls"] += event.calls
-            self._end_attempt(event.execution, event.outcome, event.score, event.wall_s, now)
-            self._say(Send("proxyd:proxyd", m.CloseExecution(execution=event.execution)))
-            if executor in self.executors:
-                self.executors[executor].held -= 1
-            self._say(Send(f"executor:{executor}", m.ExecutionNoted(execution=event.execution)))
-        else:  # a repeat, or an attempt that was replaced: it may be forgotten there
-            self._say(Send("executor:*", m.ExecutionNoted(execution=event.execution)))
-
-    def _end_attempt(self, name: str, outcome: Outcome, score: float | None, wall_s: float, now: float) -> None:
-        record = self.ledger.in_flight[name]
-        again = self.ledger.finish(name, outcome, score, wall_s, now)
-        if again is not None:
-            self._say(Send("proxyd:proxyd", m.CloseExecution(execution=name)))
-            self._say(Send("proxyd:proxyd", self._opening(again.id, again.purpose)))
-            self.waiting.append(again.id)
-        elif self.ledger.closes(record.group):
-            self._close_group(record.group, now)
-
-    def _close_group(self, name: str, now: float) -> None:
-        group = self.ledger.groups[name]
-        final = self.ledger.close(name)
-        scores = [e.score for e in final if e.outcome and e.outcome.counts and e.score is not None]
-        row = {"group": name, "task": group.task, "scores": scores, "version": group.version}
-        if group.purpose is not Purpose.TRAIN:
-            self.evals.setdefault(f"{self.phase}:{group.purpose.value}", []).append(row)
-            del self.ledger.groups[name]
-            return
-        self.group_scores.append(row)
-        self._until_answered(f"group:{name}", Send("trajd:trajd", self._closing(name, final)), now)
-
-    def _closing(self, name: str, final: list[Any]) -> m.GroupClosed:
-        group = self.ledger.groups[name]
-        members = tuple(
-            m.FinalExecution(execution=e.id, outcome=e.outcome or Outcome.UNSCORED, score=e.score) for e in final
-        )
-        return m.GroupClosed(
-            group=name, task=group.task, serial=group.serial, dispatched_version=group.version, executions=members
-        )
-
-    def _packed(self, event: m.GroupPacked, now: float) -> None:
-        group = self.ledger.groups.get(event.group)
-        self.pending.pop(f"group:{event.group}", None)
-        self._say(Answer(m.Done()))
-        if group is None or group.packed:
-            return
-        self.ledger.pack(event.group, event.enough)
-        if event.enough:
-            self.groups_packed += 1
-        elif not self.policy.replaces:
-            self.owed_groups += 1
-
-    def _count_held(self) -> None:
-        for executor in self.executors.values():
-            executor.held = sum(1 for _ in self.ledger.held_by(executor.name))
-
-    # ---- cells ----------------------------------------------------------------------------------------------------
-
-    def _become(self, cell: Cell, role: Role, now: float, why: str) -> None:
-        self.changes += 1
-        cell.become(role, now, why)
-
-    def _turn(self, decision: policies.Decision, now: float) -> None:
-        cell = self.cells[decision.cell]
-        cell.epoch += 1
-        cell.switches += 1
-        self.totals["switches"] += 1
-        if decision.to is Role.TRAIN:
-            self._become(cell, Role.TO_TRAIN, now, decision.why)
-            self._drain(cell, now)
-        else:
-            self._become(cell, Role.TO_ROLLOUT, now, decision.why)
-            self._flip(cell, Role.ROLLOUT, now)
-
-    def _drain(self, cell: Cell, now: float) -> None:
-        cell.draining = True
-        self._publish_engines()
-        self._until_answered(
-            f"drain:{cell.name}", Send("proxyd:proxyd", m.DrainCell(cell=cell.name, epoch=cell.epoch)), now
-        )
-
-    def _flip(self, cell: Cell, to: Role, now: float) -> None:
-        version = str(self.version) if to is Role.ROLLOUT else ""
-        order = m.FlipCell(cell=cell.name, to=to, epoch=cell.epoch, version=version)
-        self._until_answered(f"flip:{cell.name}", Send(f"celld:{cell.name}", order), now)
-
-    def _drained(self, event: m.CellDrained, now: float) -> None:
-        cell = self.cells.get(event.cell)
-        if cell is None or event.epoch != cell.epoch or not cell.draining:
-            return
-        cell.draining = False
-        if cell.name in self.job.drained:
-            self._cell_down(cell, now, "drained by order of the operator: its node may be given back")
-            return
-        cell.moved += event.moved
-        self.pending.pop(f"drain:{cell.name}", None)
-        self.totals["moved"] += event.moved
-        self.totals["moved_mid_generation"] += event.moved_mid_generation
-        if cell.role is Role.TO_TRAIN:
-            self._flip(cell, Role.TRAIN, now)
-        elif cell.role is Role.TO_ROLLOUT:
-            order = m.UpdateEngine(cell=cell.name, epoch=cell.epoch, version=str(self.version))
-            self._until_answered(f"flip:{cell.name}", Send(f"celld:{cell.name}", order), now)
-
-    def _role_changed(self, event: m.RoleChanged, now: float) -> None:
-        cell = self.cells.get(event.cell)
-        fresh = cell is not None and cell.role in (Role.STARTING, Role.DOWN)
-        if cell is None or cell.name in self.job.out() or (event.epoch < cell.epoch and not fresh):
-            return
-        if cell.role is Role.DOWN:
-            self._become(cell, Role.STARTING, now, "its agent is back")
-        self.pending.pop(f"flip:{cell.name}", None)
-        if cell.order == 0 and event.version:
-            self._core_version(PolicyVersion.parse(event.version))
-        if cell.role in (Role.TO_TRAIN, Role.TO_ROLLOUT):
-            self.switch_times.append(
-                {"cell": cell.name, "to": event.role.value, "seconds": now - cell.since, "phases_s": event.phases_s}
-            )
-        arrived_late = cell.role is Role.STARTING
-        cell.epoch, cell.phases_s = max(cell.epoch, event.epoch), event.phases_s
-        if event.role is Role.ROLLOUT:
-            cell.version, cell.url = event.version, event.engine_url
-            self.changes += 1
-            if cell.role is not Role.ROLLOUT:
-                self._become(cell, Role.ROLLOUT, now, f"serves {event.version}")
-        elif arrived_late:  # an agent that trains although we restarted: take it back into the order of things
-            self._become(cell, Role.ROLLOUT, now, "found in training after a restart")
-            self._become(cell, Role.TO_TRAIN, now, "found in training after a restart")
-            self._become(cell, Role.TRAIN, now, "found in training after a restart")
-        elif cell.role is not Role.TRAIN:
-            self._become(cell, Role.TRAIN, now, cell.reason)
-        self._publish_engines()
-
-    def _core_version(self, version: PolicyVersion) -> None:
-        """The core's word on the newest weights: it goes back in steps only together with a new lineage."""
-        if version.lineage > self.version.lineage:
-            self.version = version
-            self.burst_end = max(self.burst_end, version.step)
-
-    def _cell_down(self, cell: Cell, now: float, why: str) -> None:
-        if cell.role is Role.DOWN:
-            return
-        cell.draining = False
-        self._become(cell, Role.DOWN, now, why)
-        for kind in ("drain", "flip"):
-            self.pending.pop(f"{kind}:{cell.name}", None)
-        self._publish_engines()
-
-    def _cell_fault(self, event: m.CellFault, now: float) -> None:
-        cell = self.cells.get(event.cell)
-        if cell is not None and cell.name not in self.job.out():
-            self._cell_down(cell, now, f"{event.what}: {event.detail}")
-            self._become(cell, Role.STARTING, now, f"its agent restarts the {event.what}")
-
-    def _engine_lost(self, event: m.EngineLost, now: float) -> None:
-        """proxyd has moved the calls; the agent watches its own engine and says so itself: here only the reason is
-        kept.
-        """
-        cell = self.cells.get(event.cell)
-        if cell is not None:
-            cell.story.append(f"{now:.3f} proxyd lost {event.url}: {event.why}")
-
-    def _publish_engines(self) -> None:
-        self.table_number += 1
-        engines = tuple(
-            m.Engine(cell=c.name, url=c.url, version=c.version, order=c.order, slots=c.slots, serving=c.serves)
-            for c in self.cells.values()
-            if c.url
-        )
-        self._say(Send("proxyd:proxyd", m.EngineTable(number=self.table_number, engines=engines)))
+            turning.cell_down(self, self.cells[event.name], now, f"its agent is lost: {event.why}")
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -444,7 +214,7 @@ class Scheduler:
         return max(0, self.groups_packed - self.version.step * self.config.scheduler.groups_per_batch)
 
     def _step_done(self, event: m.StepDone, now: float) -> None:
-        self._say(Answer(m.Done()))
+        self.say(Answer(m.Done()))
         version = PolicyVersion.parse(event.version)
         if version <= self.version:
             return
@@ -452,34 +222,38 @@ class Scheduler:
         self.steps.append({"at": now, "step": version.step, "batch": event.batch, **event.metrics})
         self.job.micro_step_s = max(self.job.micro_step_s, event.metrics.get("micro_step_s", 0.0))
         if self.job.save_is_due(now):
-            self._save("the time between two saves is over", now)
+            self.save("the time between two saves is over", now)
 
     def _checkpoint_saved(self, event: m.CheckpointSaved, now: float) -> None:
-        self.pending.pop("save", None)
+        self.promises.answered("save")
         self.saved = event.version
         self.job.saved(event, now)
 
-    def _save(self, why: str, now: float) -> None:
+    def turn(self, decision: policies.Decision, now: float) -> None:
+        """Carry out a policy's or a person's decision."""
+        turning.turn(self, decision, now)
+
+    def save(self, why: str, now: float) -> None:
         """Asks the core for it once; `saved` is the answer."""
-        if "save" not in self.pending:
+        if "save" not in self.promises:
             core = next(iter(self.cells))
-            self._until_answered("save", Send(f"celld:{core}", m.SaveCheckpoint(why=why)), now)
+            self.promises.keep("save", Send(f"celld:{core}", m.SaveCheckpoint(why=why)), now)
 
     # ---- the job around the run -------------------------------------------------------------------------------------
 
     def _job_facts(self, event: m.JobFacts, now: float) -> None:
-        self._say(Answer(m.Done()))
+        self.say(Answer(m.Done()))
         self.job.saved_at = self.job.saved_at or now
         self.job.facts = event
         for name in event.lost:
             if name in self.cells:
-                self._cell_down(self.cells[name], now, "its node left the job")
+                turning.cell_down(self, self.cells[name], now, "its node left the job")
 
     def _leave_job(self, event: m.LeaveJob, now: float) -> None:
-        self._say(Answer(m.Done()))
+        self.say(Answer(m.Done()))
         if not self.job.leaving:
             self.job.leaving = event.why
-            self._save(event.why, now)
+            self.save(event.why, now)
 
     # ---- what to do next ------------------------------------------------------------------------------------------
 
@@ -513,8 +287,8 @@ class Scheduler:
                 self._next_phase(now)
             if self.phase == "training":
                 self._train(now)
-        self._update_one_engine(now)
-        self._assign()
+        turning.update_one_engine(self, now)
+        executions.assign(self)
 
     def _next_phase(self, now: float) -> None:
         if self.phase == "starting" and self._everyone_is_here():
@@ -532,9 +306,9 @@ class Scheduler:
         evaluation = self.config.evaluation
         if phase in ("eval-before", "eval-after") and self.heldout:
             if evaluation.sampled:
-                self._dispatch(list(self.heldout), 1, Purpose.EVAL_SAMPLED, now)
+                executions.dispatch(self, list(self.heldout), 1, Purpose.EVAL_SAMPLED, now)
             if evaluation.greedy:
-                self._dispatch(list(self.heldout), 1, Purpose.EVAL_GREEDY, now)
+                executions.dispatch(self, list(self.heldout), 1, Purpose.EVAL_GREEDY, now)
 
     def _everyone_is_here(self) -> bool:
         daemons = {"proxyd:proxyd", "trajd:trajd"} <= self.present
@@ -550,7 +324,7 @@ class Scheduler:
         """Whether the last weights are on disk, so that no fault can take them back; asks for it once if not."""
         if self.saved == str(self.version):
             return True
-        self._save("the run is done", now)
+        self.save("the run is done", now)
         return False
 
     def _train(self, now: float) -> None:
@@ -564,7 +338,7 @@ class Scheduler:
     def _turn_cells(self, view: policies.View, now: float) -> int:
         decisions = self._owed(view) or self.policy.turns(view)
         for decision in decisions:
-            self._turn(decision, now)
+            self.turn(decision, now)
         return len(decisions)
 
     def _dispatch_groups(self, view: policies.View, now: float) -> bool:
@@ -580,7 +354,8 @@ class Scheduler:
         if at_boundary:
             self.burst_end = min(view.step + self.policy.burst_steps(view, count), self.rules.steps_total)
         if count:
-            self._dispatch([self.queue.next() for _ in range(count)], self.rules.group_size, Purpose.TRAIN, now)
+            tasks = [self.queue.next() for _ in range(count)]
+            executions.dispatch(self, tasks, self.rules.group_size, Purpose.TRAIN, now)
         return True
 
     def _owed(self, view: policies.View) -> list[policies.Decision]:
@@ -591,43 +366,6 @@ class Scheduler:
             return []
         why = f"{self.owed_groups} groups had too few valid executions and are replaced"
         return [policies.Decision(cell=view.pool.training[-1].name, to=Role.ROLLOUT, why=why)]
-
-    def _update_one_engine(self, now: float) -> None:
-        """Engines that never turned load the newest weights one at a time, by the drain path, at a burst's end."""
-        if self._engines_checked == (self.changes, self.boundary):
-            return
-        self._engines_checked = (self.changes, self.boundary)
-        if any(c.role is Role.TO_ROLLOUT for c in self.cells.values()):
-            return
-        for cell in self.cells.values():
-            if cell.role is Role.ROLLOUT and PolicyVersion.parse(cell.version) < self.boundary:
-                cell.epoch += 1
-                self._become(cell, Role.TO_ROLLOUT, now, f"never turned: loads {self.version} (had {cell.version})")
-                self._drain(cell, now)
-                return
-
-    # ---- promises: again until answered -----------------------------------------------------------------------------
-
-    def _until_answered(self, key: str, send: Send, now: float) -> None:
-        self.pending[key] = (send, now)
-        self._resend_at = min(self._resend_at, now + RESEND_S)
-        self._say(send)
-
-    def _resend(self, now: float) -> None:
-        if self.phase == "new":
-            return
-        if now >= self._resend_at:
-            self._resend_due(now)
-        if now >= self._wake_at and (self.pending or self.phase != "done"):
-            self._wake_at = now + RESEND_S
-            self._say(WakeAt(at=self._wake_at))
-
-    def _resend_due(self, now: float) -> None:
-        for key, (send, at) in list(self.pending.items()):
-            if now - at >= RESEND_S:
-                self._say(send)
-                self.pending[key] = (send, now)
-        self._resend_at = min((at for _, at in self.pending.values()), default=now) + RESEND_S
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 

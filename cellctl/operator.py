@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cellctl import turning
 from cellctl.policies import Decision
 from gyre_base import messages as m
 from gyre_base.daemon import Send
@@ -44,8 +45,8 @@ def _drain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
         return m.Refused(why=f"{name} is {cell.role.value}; only a cell that serves can be drained: try again then")
     scheduler.job.drained.add(name)
     cell.epoch += 1
-    scheduler._become(cell, Role.TO_ROLLOUT, now, "drains by order of the operator")
-    scheduler._drain(cell, now)
+    turning.become(scheduler, cell, Role.TO_ROLLOUT, now, "drains by order of the operator")
+    turning.drain(scheduler, cell, now)
     return m.Done(note=f"{name} drains; when it is down its node can be given back")
 
 
@@ -58,9 +59,9 @@ def _undrain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
         return m.Refused(why=f"{name} still drains; try again when it is down")
     scheduler.job.drained.discard(name)
     cell.epoch += 1
-    scheduler._become(cell, Role.STARTING, now, "taken back by order of the operator")
+    turning.become(scheduler, cell, Role.STARTING, now, "taken back by order of the operator")
     order = m.UpdateEngine(cell=name, epoch=cell.epoch, version=str(scheduler.version))
-    scheduler._until_answered(f"flip:{name}", Send(f"celld:{name}", order), now)
+    scheduler.promises.keep(f"flip:{name}", Send(f"celld:{name}", order), now)
     return m.Done(note=f"{name} loads {scheduler.version} and serves again")
 
 
@@ -78,5 +79,5 @@ def _flip(scheduler: Scheduler, name: str, to: str, now: float) -> m.Done | m.Re
         rest = sum(c.slots for c in scheduler.cells.values() if c.serves and c is not cell)
         if rest < scheduler.ledger.level():
             return m.Refused(why=f"the water level is {scheduler.ledger.level()}, the other cells have {rest} slots")
-    scheduler._turn(Decision(cell=name, to=wanted, why="by order of the operator"), now)
+    scheduler.turn(Decision(cell=name, to=wanted, why="by order of the operator"), now)
     return m.Done(note=f"{name} turns to {to}")

@@ -41,7 +41,7 @@ def run_row(s: Scheduler, now: float) -> dict[str, Any]:
         "evaluated": {key: len(rows) for key, rows in s.evals.items()},
         "last_step": last,
         "saved": s.saved,
-        "saving": "save" in s.pending,
+        "saving": "save" in s.promises,
         **s.job.row(now),
         **s.totals,
         "forecast": forecast(s),

@@ -223,14 +223,14 @@ def test_it_is_the_live_core_and_its_commands_replay():
 def test_a_cell_is_never_lent_while_the_executions_in_flight_need_it():
     for arm in ARMS[:4]:
         world = World(small(arm, slots_per_node=12.0), arm, 2)
-        turn = world.core._turn
+        turn = world.core.turn
 
         def watched(decision, now, world=world, turn=turn):
             turn(decision, now)
             if decision.to.value == "train":
                 assert world.core.pool().capacity >= world.core.ledger.level()
 
-        world.core._turn = watched
+        world.core.turn = watched
         world.run()
 
 

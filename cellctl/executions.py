@@ -1,0 +1,147 @@
+"""Executions and groups as the scheduler acts on them: dispatched, given to executors, ended, tried again, closed.
+
+Functions of the scheduler's state; the books are ledger.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gyre_base import messages as m
+from gyre_base.daemon import Answer, Send
+from gyre_base.vocabulary import Outcome, Purpose
+
+if TYPE_CHECKING:
+    from cellctl.core import Scheduler
+
+
+@dataclass
+class Executor:
+    """An executor process as the scheduler sees it."""
+
+    name: str
+    slots: int
+    held: int = 0
+
+
+def opening(s: Scheduler, execution: str, purpose: Purpose) -> m.OpenExecution:
+    temperature = 0.0 if purpose is Purpose.EVAL_GREEDY else s.config.rollout.temperature
+    return m.OpenExecution(execution=execution, purpose=purpose, temperature=temperature)
+
+
+def executor_joined(s: Scheduler, event: m.Hello, now: float) -> None:
+    """Both sides' lists are made one: what it lost is tried again, what it should not have is cancelled."""
+    s.executors.setdefault(event.name, Executor(event.name, event.slots)).slots = event.slots
+    for execution in list(s.ledger.held_by(event.name)):
+        if execution.id not in event.holds:
+            end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now)
+    for held in event.holds:
+        if held not in s.ledger.in_flight:
+            s.say(Send(f"executor:{event.name}", m.CancelExecution(execution=held, why="superseded")))
+    count_held(s)
+
+
+def executor_lost(s: Scheduler, name: str, now: float) -> None:
+    """What it held is dispatched again within the retry budget."""
+    s.executors.pop(name, None)
+    for execution in list(s.ledger.held_by(name)):
+        end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now)
+
+
+def dispatch(s: Scheduler, tasks: list[str], size: int, purpose: Purpose, now: float) -> None:
+    for task in tasks:
+        for execution in s.ledger.open_group(task, size, purpose, str(s.version), now):
+            s.say(Send("proxyd:proxyd", opening(s, execution.id, purpose)))
+            s.waiting.append(execution.id)
+
+
+def assign(s: Scheduler) -> None:
+    """Give waiting executions to the executor with the fewest. Executors queue beyond their own concurrency."""
+    while s.waiting and s.executors:
+        execution = s.ledger.in_flight.get(s.waiting.popleft())
+        if execution is None:
+            continue
+        executor = min(s.executors.values(), key=lambda e: (e.held / max(1, e.slots), e.name))
+        executor.held += 1
+        execution.executor = executor.name
+        s.say(Send(f"executor:{executor.name}", order_of(s, execution.id)))
+
+
+def order_of(s: Scheduler, execution: str) -> m.ExecutionOrder:
+    record = s.ledger.in_flight[execution]
+    return m.ExecutionOrder(
+        execution=execution,
+        group=record.group,
+        task={"id": s.ledger.groups[record.group].task},
+        attempt=record.attempt,
+        purpose=record.purpose,
+        limit_s=s.config.tasks.harness_limit_s,
+    )
+
+
+def finished(s: Scheduler, event: m.ExecutionFinished, now: float) -> None:
+    record = s.ledger.in_flight.get(event.execution)
+    if record is not None:
+        executor = record.executor
+        s.totals["harness_errors"] += event.harness_errors
+        s.totals["calls"] += event.calls
+        end_attempt(s, event.execution, event.outcome, event.score, event.wall_s, now)
+        s.say(Send("proxyd:proxyd", m.CloseExecution(execution=event.execution)))
+        if executor in s.executors:
+            s.executors[executor].held -= 1
+        s.say(Send(f"executor:{executor}", m.ExecutionNoted(execution=event.execution)))
+    else:  # a repeat, or an attempt that was replaced: it may be forgotten there
+        s.say(Send("executor:*", m.ExecutionNoted(execution=event.execution)))
+
+
+def end_attempt(s: Scheduler, name: str, outcome: Outcome, score: float | None, wall_s: float, now: float) -> None:
+    record = s.ledger.in_flight[name]
+    again = s.ledger.finish(name, outcome, score, wall_s, now)
+    if again is not None:
+        s.say(Send("proxyd:proxyd", m.CloseExecution(execution=name)))
+        s.say(Send("proxyd:proxyd", opening(s, again.id, again.purpose)))
+        s.waiting.append(again.id)
+    elif s.ledger.closes(record.group):
+        close_group(s, record.group, now)
+
+
+def close_group(s: Scheduler, name: str, now: float) -> None:
+    group = s.ledger.groups[name]
+    final = s.ledger.close(name)
+    scores = [e.score for e in final if e.outcome and e.outcome.counts and e.score is not None]
+    row = {"group": name, "task": group.task, "scores": scores, "version": group.version}
+    if group.purpose is not Purpose.TRAIN:
+        s.evals.setdefault(f"{s.phase}:{group.purpose.value}", []).append(row)
+        del s.ledger.groups[name]
+        return
+    s.group_scores.append(row)
+    s.promises.keep(f"group:{name}", Send("trajd:trajd", closing(s, name, final)), now)
+
+
+def closing(s: Scheduler, name: str, final: list[Any]) -> m.GroupClosed:
+    group = s.ledger.groups[name]
+    members = tuple(
+        m.FinalExecution(execution=e.id, outcome=e.outcome or Outcome.UNSCORED, score=e.score) for e in final
+    )
+    return m.GroupClosed(
+        group=name, task=group.task, serial=group.serial, dispatched_version=group.version, executions=members
+    )
+
+
+def packed(s: Scheduler, event: m.GroupPacked, now: float) -> None:
+    group = s.ledger.groups.get(event.group)
+    s.promises.answered(f"group:{event.group}")
+    s.say(Answer(m.Done()))
+    if group is None or group.packed:
+        return
+    s.ledger.pack(event.group, event.enough)
+    if event.enough:
+        s.groups_packed += 1
+    elif not s.policy.replaces:
+        s.owed_groups += 1
+
+
+def count_held(s: Scheduler) -> None:
+    for executor in s.executors.values():
+        executor.held = sum(1 for _ in s.ledger.held_by(executor.name))
