@@ -210,6 +210,32 @@ def _supervisor_pid(lock: Path) -> int | None:
     return None
 
 
+@main.command("emulate")
+@click.option("--profile", "name", required=True, metavar="NAME|FILE", help="As for `cellctl simulate`.")
+@click.option("--arm", help="Of the profile (default: its first).")
+@click.option("--policy", type=click.Choice(["elastic", "colocate", "async"]), help="The arm's cluster under this one.")
+@click.option("--steps", type=click.IntRange(1), help="Measured optimizer steps (default: the profile's).")
+@click.option("--seed", type=int, default=0, show_default=True, help="Workload: the simulator has the same.")
+@click.option(
+    "--seconds-per-hour", type=float, default=20.0, show_default=True, help="Scale; more for more executions."
+)
+@click.option("--run", "run_dir", default="runs/emulate", show_default=True, metavar="DIR", help="A new run directory.")
+@json_option
+@guarded
+def emulate_command(run_dir: str, as_json: bool, seconds_per_hour: float, **options: Any) -> None:
+    """Live a simulator profile with the real daemons in scaled time: engines and trainers only take time."""
+    from gyre_cli import emulate
+    from gyre_cli.supervisor import RunFailed
+
+    try:
+        row = emulate.run(run_dir, seconds=seconds_per_hour, **options)
+    except RunFailed as error:
+        common.fail(str(error), error.code)
+    except emulate.Interrupted as error:
+        common.fail(str(error), common.NO)
+    common.print_json([row]) if as_json else common.print_tables([row])
+
+
 @main.command("exec")
 @click.option("--name", required=True, help="Name of this executor, such as ex0.")
 @run_option

@@ -1,8 +1,9 @@
 """The agent of an emulated run: so many calls, so many tokens, then done. Run with `python -I -S`; stdlib only.
 
-Arguments: tokens per nominal hour, calls, and a file with the nominal hours of one group per line. Which group and
-place this is stands in the name of the execution, at the end of its base URL. Every call goes on with the conversation,
-as an agent does. The score file is in the workspace from the first call on, so a time-out is scored as well.
+Arguments: tokens per nominal hour, calls, a file with the nominal hours of one task's executions per line, and the
+number of the task (the instruction). The place in the group stands in the name of the execution, in its base URL. Every
+call goes on with the conversation, as an agent does. The score file is in the workspace from the first call on, so a
+time-out is scored as well.
 """
 
 import _socket
@@ -11,11 +12,11 @@ import sys
 
 
 def main() -> int:
-    tokens_per_h, calls, hours_file = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    tokens_per_h, calls, hours_file, task = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
     execution = path.split("/")[1]
-    group, _, place = execution.partition("-")
-    hours = hours_of(hours_file, int(group[1:]), int(place.partition(".")[0]))
+    place = int(execution.partition("-")[2].partition(".")[0])
+    hours = hours_of(hours_file, task, place)
     total = max(calls, round(hours * tokens_per_h))
     messages = '{"role":"user","content":"work"}'
     for number in range(calls):
@@ -27,12 +28,12 @@ def main() -> int:
     return 0
 
 
-def hours_of(name: str, group: int, place: int) -> float:
+def hours_of(name: str, task: int, place: int) -> float:
     with open(name) as file:
         for number, line in enumerate(file):
-            if number == group:
+            if number == task:
                 return float(line.split()[place])
-    raise SystemExit(f"{name} has no line for group {group}: write more groups")
+    raise SystemExit(f"{name} has no line for task {task}")
 
 
 def hash_of(text: str) -> float:

@@ -88,7 +88,6 @@ class EmulatedRank:
         self._scale = laws.time_scale
         nodes = laws.nodes[self.cells.index(cell)] if laws.nodes else 1
         self._execution_s = laws.execution_node_s / nodes * self._scale
-        self.computing_s = self.talking_s = 0.0  # of micro-steps: asleep for them, and the words around them
         if self.core:
             self._restore()
 
@@ -186,10 +185,10 @@ class EmulatedRank:
             if why:
                 return self._drop(why)
             weight = sum(float(e.owned.sum()) / e.total_owned for e in step.executions)
-            self.sum.add((lease.id,), weight, _stats(step, self.version.step))
+            stats = _stats(step, self.version.step)
+            stats |= {"computing_s": slept, "talking_s": time.monotonic() - began - slept}
+            self.sum.add((lease.id,), weight, stats)
         self.progress += 1
-        self.computing_s += slept
-        self.talking_s += time.monotonic() - began - slept
         return 0.0
 
     def _drop(self, why: str) -> float:
@@ -231,6 +230,8 @@ class EmulatedRank:
             "staleness_mean": whole.stats.get("staleness", 0.0) / max(1.0, whole.stats.get("executions", 1.0)),
             "micro_steps": float(len(whole.ids)),
             "owned_tokens": whole.stats.get("owned_tokens", 0.0),
+            "computing_s": whole.stats.get("computing_s", 0.0),  # of its micro-steps, and the words around them
+            "talking_s": whole.stats.get("talking_s", 0.0),
             "executions": float(done.executions),
             "cells": float(len(parts)),
             "weights_sum": weights_sum,
