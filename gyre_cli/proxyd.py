@@ -55,5 +55,47 @@ def sessions(run_dir: str | None, as_json: bool) -> None:
     common.print_json(rows) if as_json else common.print_tables(rows)
 
 
+@main.command()
+@click.argument("execution", default="")
+@click.option("-n", "count", default=20, show_default=True, help="How many of the newest finished calls.")
+@click.option("--follow", "-f", is_flag=True, help="Go on with new ones until interrupted.")
+@run_option
+@json_option
+@guarded
+def tail(execution: str, count: int, follow: bool, run_dir: str | None, as_json: bool) -> None:
+    """The newest finished calls, of all executions or of EXECUTION: numbers only, no text."""
+    import time
+
+    seen: set[tuple[str, str]] = set()
+    rows = common.view(run_dir, "proxyd", "tail", execution)[-count:] if count > 0 else []
+    while True:
+        new = [row for row in rows if (row["execution"], row["call"]) not in seen]
+        seen = {(row["execution"], row["call"]) for row in rows}
+        if new:
+            common.print_json(new) if as_json else common.print_tables(new)
+        if not follow:
+            return
+        time.sleep(1.0)
+        rows = common.view(run_dir, "proxyd", "tail", execution)
+
+
+@main.command()
+@click.argument("cell")
+@run_option
+@guarded
+def drain(cell: str, run_dir: str | None) -> None:
+    """Route nothing to a cell's engine any more and move what runs there, until `proxyd undrain`."""
+    common.order(run_dir, "proxyd", "drain", cell)
+
+
+@main.command()
+@click.argument("cell")
+@run_option
+@guarded
+def undrain(cell: str, run_dir: str | None) -> None:
+    """Route to a drained cell again."""
+    common.order(run_dir, "proxyd", "undrain", cell)
+
+
 if __name__ == "__main__":
     main()

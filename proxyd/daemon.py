@@ -35,12 +35,14 @@ from proxyd import calllog, records, views
 from proxyd.chat import ChatModel
 from proxyd.core import Router
 from proxyd.engine import EngineClient
-from proxyd.events import Abort, Cut, Finish, Refuse, Restarted, Submit
+from proxyd.events import Abort, Cut, EngineLoad, Finish, Refuse, Restarted, Submit
 from proxyd.http import Front
+from proxyd.metrics import LoopLag, exposition
 from proxyd.service import Service
 from proxyd.template import TemplateRefused
 
 log = logging.getLogger(__name__)
+LOADS_S = 4.0
 
 
 class ProxydShell(Shell):
@@ -54,6 +56,7 @@ class ProxydShell(Shell):
         self._unknown_there = False  # cellctl has forgotten us
         self._asker: tuple[Server, Received] | None = None
         self.service: Service
+        self.lag = LoopLag()
         self.failure: BaseException | None = None
 
     def feed(self, event: Any) -> None:
@@ -98,6 +101,10 @@ class ProxydShell(Shell):
     async def perform(self, command: Any) -> None:
         self._do(command, self.clock.now())
 
+    def numbers(self) -> bytes:
+        """For Prometheus."""
+        return exposition(self.core, self.service, self.lag, self.clock.now())
+
     # ---- peers ------------------------------------------------------------------------------------------------------
 
     async def answer_questions(self, server: Server) -> None:
@@ -105,7 +112,7 @@ class ProxydShell(Shell):
         async for received in server:
             message = received.message
             if isinstance(message, m.StatusRequest):
-                found = views.rows(message.what, message.argument, self.core, self.service, self.clock.now())
+                found = views.rows(message.what, message.argument, self.core, self.service, self.lag, self.clock.now())
                 await server.send(received.peer, m.StatusReply(rows=tuple(found)), received.correlation)
             elif isinstance(message, m.OperatorOrder):
                 self._asker = (server, received)
@@ -113,6 +120,17 @@ class ProxydShell(Shell):
                 self._asker = None
             elif received.correlation:
                 await server.send(received.peer, m.Refused(why="proxyd answers status and order"), received.correlation)
+
+    async def watch_engines(self, engines: EngineClient) -> None:
+        """Ask the engines how busy they are. The core hears of changes, and of work that goes on."""
+        heard: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(LOADS_S)
+            urls = [e.url for e in self.core.engines.values() if e.serving]
+            for url, work in zip(urls, await asyncio.gather(*map(engines.work, urls)), strict=True):
+                if work is not None and (work or heard.get(url)):
+                    self.feed(EngineLoad(url=url, work=work))
+                heard[url] = work or 0
 
     async def report(self, life: int) -> None:
         """Hello to each life of cellctl, then heartbeats. It answers a hello with the open executions and the table."""
@@ -209,7 +227,7 @@ async def _serve(run: RunDir) -> None:
     opened = open_executions(path)
     forests = records.restore(calllog.earlier_records(run), chat, set(opened))
     client = Client(run, keys, "cellctl", identity=f"proxyd:proxyd:{life}")
-    shell = ProxydShell(Router(), journals.Journal(path), client, run)
+    shell = ProxydShell(Router(config.engine.max_running_requests), journals.Journal(path), client, run)
     stop_on_signals(shell.stopping)
     header = RunHeader(run=run.root.name, tokenizer=tokenizer, writer="proxyd", created=shell.clock.now())
     durable = config.rollout.durability == "fdatasync"
@@ -219,15 +237,22 @@ async def _serve(run: RunDir) -> None:
     shell.service.forests = forests
     for event in (Restarted(life=life), *opened.values()):
         shell.feed(event)
-    await _until_stopped(shell, run, keys, config, life, calls)
+    await _until_stopped(shell, run, keys, config, life, calls, engines)
     if shell.failure is not None:
         raise shell.failure
 
 
 async def _until_stopped(
-    shell: ProxydShell, run: RunDir, keys: Keys, config: Config, life: int, calls: calllog.CallLog
+    shell: ProxydShell,
+    run: RunDir,
+    keys: Keys,
+    config: Config,
+    life: int,
+    calls: calllog.CallLog,
+    engines: EngineClient,
 ) -> None:
-    app = Front(shell.service, keys, config.model.served_name).app()
+    front = Front(shell.service, keys, config.model.served_name, shell.numbers)
+    app = front.app()
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2, keepalive_timeout=600.0
     )
@@ -240,7 +265,13 @@ async def _until_stopped(
     server = Server(run, keys, kind="proxyd", name="proxyd", life=life, bind=config.cluster.bind)
     server.start({"http": f"http://{host}:{port}"})
     log.info("proxyd life %d serves http://%s:%s, %d executions open", life, host, port, len(shell.core.executions))
-    for work in (shell.answer_questions(server), shell.report(life), shell.obey()):
+    for work in (
+        shell.answer_questions(server),
+        shell.report(life),
+        shell.obey(),
+        shell.lag.watch(),
+        shell.watch_engines(engines),
+    ):
         shell.spawn(work)
     try:
         await shell.run()

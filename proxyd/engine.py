@@ -98,6 +98,16 @@ class EngineClient:
             return Ended("cut", lost=True, why="the stream ended without a finish reason")
         return Ended("cut" if sampled.finish == "abort" else "finished", why=sampled.why)
 
+    async def work(self, url: str) -> int | None:
+        """Requests that run or wait at an engine, anyone's; None if it does not say."""
+        limit = aiohttp.ClientTimeout(total=CONNECT_S)
+        try:
+            async with self._session.get(f"{url}/v1/loads", headers=self._headers, timeout=limit) as response:
+                loads = orjson.loads(await response.read())["loads"] if response.status == 200 else None
+                return sum(int(r["num_running_reqs"]) + int(r["num_waiting_reqs"]) for r in loads) if loads else None
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
+            return None
+
     async def abort(self, url: str, rid: str, ended: asyncio.Event) -> None:
         """Ask until the stream has ended. A failure is no news here: the stream will fail, too, or be cut."""
         body = orjson.dumps({"rid": rid})

@@ -7,6 +7,7 @@ durable.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from proxyd.dialects.anthropic import AnthropicMessages
 from proxyd.dialects.openai_chat import OpenAIChat, models
 from proxyd.dialects.openai_responses import OpenAIResponses
 from proxyd.hints import hints_of
+from proxyd.metrics import CONTENT_TYPE
 from proxyd.service import Service
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Front:
     """The handlers."""
 
-    def __init__(self, service: Service, keys: Keys, served_name: str) -> None:
+    def __init__(self, service: Service, keys: Keys, served_name: str, metrics: Callable[[], bytes]) -> None:
         self._service, self._keys, self._served_name = service, keys, served_name
+        self._numbers = metrics
         self._derived: dict[str, int] = {}  # body hash -> answers delivered, for clients without call ids
 
     def app(self) -> web.Application:
@@ -50,6 +53,7 @@ class Front:
         app.router.add_get("/x/{execution}/v1/models/{model:.+}", self._guarded(self._model))
         app.router.add_get("/x/{execution}/api/hello", self._guarded(_health))
         app.router.add_get("/health", _health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_route("*", "/x/{execution}/{rest:.*}", self._guarded(_unknown))
         return app
 
@@ -113,6 +117,13 @@ class Front:
             return await handler(http)
 
         return guarded
+
+    async def _metrics(self, http: web.Request) -> web.StreamResponse:
+        """For Prometheus, with the run's admin key (`keys/admin`) as its bearer token."""
+        token = http.headers.get("Authorization", "").partition(" ")[2].strip()
+        if not hmac.compare_digest(token.encode("utf-8", "replace"), self._keys.admin.encode()):
+            return web.Response(status=401, text="the run's admin key is wanted as bearer token\n")
+        return web.Response(body=self._numbers(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _count_tokens(self, http: web.Request) -> web.StreamResponse:
         dialect = AnthropicMessages()

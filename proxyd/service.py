@@ -83,6 +83,7 @@ class Service:
         self.open: dict[str, Open] = {}
         self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL)
         self.progress = 0  # finished calls of this life
+        self.prompt_tokens = self.new_prompt_tokens = self.sampled_tokens = 0  # of these
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -290,6 +291,9 @@ class Service:
             opened.answer.set_result(Failure("internal", why=f"the call could not be recorded: {written.exception()}"))
             return
         self.progress += 1
+        self.prompt_tokens += node.prompt_tokens
+        self.new_prompt_tokens += len(node.tail.ids)
+        self.sampled_tokens += len(node.completion.ids)
         self.tail.append(_row(opened, node, facts))
         opened.answer.set_result(node)
 

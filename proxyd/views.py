@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from proxyd.core import Router
+from proxyd.metrics import LoopLag
 from proxyd.service import Service
 from proxyd.state import State
 
@@ -12,11 +13,11 @@ VIEWS = ("status", "routes", "sessions", "tail")
 Row = dict[str, Any]
 
 
-def rows(what: str, argument: str, core: Router, service: Service, now: float) -> list[Row]:
+def rows(what: str, argument: str, core: Router, service: Service, lag: LoopLag, now: float) -> list[Row]:
     """One view. An unknown name gives a row that says so."""
     match what:
         case "status":
-            return [_status(core, service)]
+            return [_status(core, service, lag)]
         case "routes":
             return _engines(core, now)
         case "sessions":
@@ -26,7 +27,7 @@ def rows(what: str, argument: str, core: Router, service: Service, now: float) -
     return [{"error": f"no view is called {what!r}: {', '.join(VIEWS)}"}]
 
 
-def _status(core: Router, service: Service) -> Row:
+def _status(core: Router, service: Service, lag: LoopLag) -> Row:
     states = [call.state for call in core.calls.values()]
     return {
         "life": core.life,
@@ -39,6 +40,7 @@ def _status(core: Router, service: Service) -> Row:
         "calls_finished": core.finished,
         "calls_moved": core.moved,
         "log_trouble": service.log_trouble,
+        "loop_lag_p99_ms": round(1000 * lag.quantile_s(0.99), 2),
     }
 
 

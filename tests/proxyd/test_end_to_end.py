@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest_asyncio
 from gyre_base import messages as m
 from gyre_base.bus import Client
 from gyre_base.runfile import context_digest
-from tests.proxyd.fakes import FakeEngine, World
+from tests.proxyd.fakes import REPOSITORY, FakeEngine, World
 
 SYSTEM = {"role": "system", "content": "You write Python modules from their specifications."}
 TASK = {"role": "user", "content": "Write f1.py from f1.md"}
@@ -333,7 +334,33 @@ async def test_a_new_cellctl_is_greeted_and_views_answer(tmp_path: Path, tokeniz
         assert isinstance(await client.ask(m.OperatorOrder(verb="drain", argument="zz")), m.Refused)
         assert isinstance(await client.ask(m.OperatorOrder(verb="drain", argument="a")), m.Done)
         assert not (await client.ask(m.StatusRequest(what="routes"))).rows[0]["routable"]
+        assert views["status"][0]["loop_lag_p99_ms"] >= 0.0
+        url = world.base("e1").rpartition("/x/")[0] + "/metrics"
+        async with world.session.get(url) as response:
+            assert response.status == 401
+        async with world.session.get(url, headers={"Authorization": f"Bearer {world.keys.admin}"}) as response:
+            text = await response.text()
+        families = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
+        assert families["gyre_proxyd_calls_finished_total"] == "1" and families['gyre_proxyd_routable{cell="a"}'] == "0"
+        assert families['gyre_proxyd_tokens_total{kind="sampled"}'] == str(len(world.says("Hi.")))
+        assert "gyre_proxyd_loop_lag_seconds" in text and "e1" not in text and "f1.md" not in text
+        await _commands(world.run.root)
         client.close()
+
+
+async def _commands(root: Path) -> None:
+    """What a person sees: the same rows by `proxyd ...`, and exit 4 for what is refused."""
+
+    async def command(*words: str) -> tuple[int | None, str]:
+        made = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gyre_cli.proxyd", *words, "--run", str(root), stdout=-1, stderr=-1, cwd=REPOSITORY
+        )
+        out, err = await made.communicate()
+        return made.returncode, (out + err).decode()
+
+    outcomes = await asyncio.gather(command("tail", "e1", "--json"), command("undrain", "a"), command("drain", "zz"))
+    assert outcomes[0][0] == 0 and json.loads(outcomes[0][1])["call"] == "c1"
+    assert outcomes[1][0] == 0 and outcomes[2][0] == 4 and "cells: a" in outcomes[2][1]
 
 
 async def test_proxyd_ends_cleanly_and_keeps_no_text_outside_the_call_log(tmp_path: Path, tokenizer: Path) -> None:
