@@ -3,8 +3,9 @@
 Owns every endpoint name and body that the agent uses, and the check at start that an engine can be trusted with
 training data. Never routes or generates for anyone: that is proxyd's. Every call is bounded in time.
 
-Order that a role switch needs: (proxyd stops routing) -> abort or wait_idle -> flush -> release -> ... -> resume
-weights -> update -> resume kv_cache -> proceed -> model_info shows the version.
+Order that a role switch needs: (proxyd stops routing) -> abort or wait_idle -> pause -> flush -> release -> ... ->
+resume weights -> update -> resume kv_cache -> proceed -> model_info shows the version. The pause holds a request that
+strays in: without it the real engine would run it on memory that is not there.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class EngineClient:
         self._plain = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else self._plain
         self._session: aiohttp.ClientSession | None = None
+        self._released: set[str] = set()
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -183,15 +185,22 @@ class EngineClient:
         await self._post(f"/flush_cache?timeout={wait_s:g}", {}, self.timeout_s + wait_s)
 
     async def release(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
-        """Let go of memory. Looks first: a busy real engine would die of it."""
-        loads = await self.loads()
-        if loads.running:
-            raise EngineRefused("release", 409, f"{loads.running} requests run: drain first")
+        """Let go of memory. A busy real engine would die of it, so it is flushed first, which a busy one refuses.
+
+        (/v1/loads is no proof: its numbers can be older than a request that runs.)
+        """
+        await self.flush()
         await self._post("/release_memory_occupation", {"tags": list(tags)})
+        self._released.update(tags)
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take memory again. Weights must be sent after `resume(("weights",))`; their content is undefined."""
-        await self._post("/resume_memory_occupation", {"tags": list(tags)})
+        """Take memory again. Weights must be sent after `resume(("weights",))`; their content is undefined.
+
+        What this client did not release is left out: the real engine dies of being asked for it.
+        """
+        if gone := [tag for tag in tags if tag in self._released]:
+            await self._post("/resume_memory_occupation", {"tags": gone})
+            self._released.difference_update(gone)
 
     async def update_weights(
         self, path: Path | str, version: str, *, flush: bool = True, timeout_s: float | None = None

@@ -21,6 +21,7 @@ from gyre_base.bus import Client
 from gyre_base.ids import PolicyVersion
 
 IDLE_S = 30.0
+WRITE_BACK_S = 10.0  # for KV on its way to a shared store; flushing is refused until it is there
 RANK_ANSWER_S = 120.0  # a rank may be in the middle of a long micro-step
 PULL_S = 60.0
 
@@ -69,7 +70,8 @@ class Switcher:
         with watch.phase("idle"):
             await engine.wait_idle(IDLE_S)
         with watch.phase("flush"):
-            await engine.flush()
+            await engine.pause("retract")  # holds what strays in until the cell serves again
+            await engine.flush(WRITE_BACK_S)
         with watch.phase("release"):
             await engine.release()
         with watch.phase("rank"):
@@ -88,10 +90,12 @@ class Switcher:
         with watch.phase("pull"):
             served, folder = await self.pull(at_least=version)
         with watch.phase("load"):
+            if update_only:
+                await engine.pause("retract")  # a request that strays in would keep the flush from being done
             await engine.update_weights(folder, served)
-        if not update_only:
-            with watch.phase("resume_kv"):
-                await engine.resume(("kv_cache",))
+        with watch.phase("resume_kv"):
+            await engine.resume(("kv_cache",))
+            await engine.proceed()
         with watch.phase("prove"):
             proof = await engine.weight_version()
         if proof != served:

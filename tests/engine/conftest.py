@@ -1,5 +1,5 @@
-"""Engines for the contract suite. `GYRE_ENGINE_URLS=http://a,http://b` and `GYRE_ENGINE_MODEL` (plus
-`GYRE_ENGINE_MODEL2`, other weights of the same network) run it against engines that are already there."""
+"""Engines for the contract suite: two tiny ones, or with `GYRE_ENGINE=sglang` two real ones (`make test-sglang`), which
+run in the environment of the interpreter `GYRE_SGLANG_PYTHON`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from celld.tiny.model import TinyConfig, TinyQwen3, load, save
 from tests.engine.calls import Caller
-from tests.engine.process import EngineProcess
+from tests.engine.process import EngineProcess, sglang_pair
 
 torch.set_num_threads(1)  # two engines want the cores
 CONFIG = TinyConfig(vocab_size=320, hidden_size=64, intermediate_size=96, initializer_range=0.12, eos_token_id=1)
@@ -21,8 +21,6 @@ CONFIG = TinyConfig(vocab_size=320, hidden_size=64, intermediate_size=96, initia
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two directories with different weights of one network."""
-    if found := os.environ.get("GYRE_ENGINE_MODEL"):
-        return Path(found), Path(os.environ["GYRE_ENGINE_MODEL2"])
     folders = tuple(tmp_path_factory.mktemp(f"model{seed}") for seed in (1, 2))
     for seed, folder in enumerate(folders):
         save(TinyQwen3(CONFIG).initialise(seed), folder)
@@ -36,11 +34,12 @@ def reference(models: tuple[Path, Path]) -> TinyQwen3:
 
 
 @pytest.fixture(scope="session")
-def urls(models: tuple[Path, Path]) -> Iterator[tuple[str, str]]:
+def urls(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Base URLs of two engines that serve the first model."""
-    if found := os.environ.get("GYRE_ENGINE_URLS"):
-        first, second = found.split(",")
-        yield first, second
+    if os.environ.get("GYRE_ENGINE") == "sglang":
+        python = os.environ["GYRE_SGLANG_PYTHON"]
+        with sglang_pair(python, models[0], tmp_path_factory.mktemp("sglang")) as pair:
+            yield pair
         return
     options = ("--weight-version", "0.0", "--context-length", "1024", "--max-running-requests", "48")
     with EngineProcess(models[0], *options) as first_engine, EngineProcess(models[0], *options) as second_engine:
