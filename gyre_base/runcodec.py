@@ -64,7 +64,7 @@ _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls) if f.name != "extr
 _NESTED: dict[str, Any] = {"agent": Agent, "attempt": Attempt, "sampling": Sampling}
 _LINK = ("base", "keep", "h", "policy", "prompt", "completion")  # keys of a call line that are not fields of Call
 _BULK = ("prompt_ids", "completion_ids", "logprobs")
-_PLAIN = tuple(n for n in _FIELDS[Call] if n not in _NESTED and n not in _BULK and n != "spans")
+_PLAIN = frozenset(n for n in _FIELDS[Call] if n not in _NESTED and n not in _BULK and n != "spans")
 _TOKEN_ONLY = ("spans", "sampling", "context")
 _KNOWN = frozenset(("k", *_FIELDS[Call], *_LINK))
 _NESTED_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(cls)) for name, cls in _NESTED.items()}
@@ -271,10 +271,16 @@ def call_fields(obj: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `Call` from a call line, arrays and link aside. Raises BadRecord."""
     if not (isinstance(obj.get("exec"), str) and isinstance(obj.get("call"), str)):
         raise BadRecord("a call needs the strings exec and call")
-    out: dict[str, Any] = {name: obj[name] for name in _PLAIN if obj.get(name) is not None}
+    out: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for name, value in obj.items():
+        if name in _PLAIN:
+            if value is not None:
+                out[name] = value
+        elif name not in _KNOWN:
+            extra[name] = value
     if not all(isinstance(out.get(name, 0), (int, float)) for name in ("seq", "t0", "t1")):
         raise BadRecord("seq, t0 or t1 is not a number")
-    extra = {k: v for k, v in obj.items() if k not in _KNOWN}
     try:
         for name in _NESTED:
             given = obj.get(name) or {}

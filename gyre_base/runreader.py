@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from gyre_base.runblocks import Blocks
-from gyre_base.runcodec import KINDS, BadRecord, call_fields, decode, ids_array, logprobs_array, parse_object
-from gyre_base.runrecords import NO_IDS, Call, Ids, Logprobs, Record, chain_hash
-from gyre_base.runtape import SENTINEL, Short, Tape, Tapes, array_at, shortened
+from gyre_base.runcodec import KINDS, BadRecord, call_fields, decode, parse_object
+from gyre_base.runhistory import History, Line
+from gyre_base.runlines import HEAD_BYTES, Window
+from gyre_base.runrecords import Call, Record
+from gyre_base.runtape import PROMPT, SENTINEL, Ahead, Short, ahead, array_at, shortened, spliced
 
 MISSED: Any = object()  # the fast path does not apply; the plain one decides
-_BLOCK_BYTES = 1 << 20  # lines can be megabytes long
 _TAPE_BYTES = 48 << 20  # of all executions together
 _BLANK = b"\x00\r\n\t "
 _EXEC = re.compile(rb'"exec"\s*:\s*"([^"\\]*)"')
@@ -72,7 +71,7 @@ class RunReader:
         self.report = ReadReport()
         self.blocks = blocks if blocks is not None else Blocks()
         self._fast = fast
-        self._histories: dict[str, _History] = {}
+        self._histories: dict[str, History] = {}
         self._recent: OrderedDict[str, int] = OrderedDict()  # execution -> bytes of its tapes, latest last
         self._tape_bytes = 0
 
@@ -107,17 +106,49 @@ class RunReader:
 
     def _lines(self, file: BinaryIO) -> Iterator[Located]:
         self.report.torn = None
-        for raw, ended in split_lines(file):
-            start, end = self.offset, self.offset + len(raw) + ended
-            line = raw
+        lines = Window(file)
+        while lines.advance():
+            cut = self._ahead(lines) if self._fast else None
+            lines.finish(cut.end if cut is not None else 0)
+            start, end = self.offset, self.offset + lines.end - lines.start + lines.ended
+            record = self._spliced(lines, cut, start, end) if cut is not None and lines.ended else MISSED
+            if record is not MISSED:
+                self.offset = end
+                if record is not None:
+                    yield Located(start, end, record)
+                continue
+            raw = line = lines.line()
             if raw[:1] != b"{" or raw[-1:] != b"}":
                 line = raw.strip(_BLANK + b"\xef\xbb\xbf") if start == 0 else raw.strip(_BLANK)
-            if not ended and line and not _is_whole(line):
+            if not lines.ended and line and not _is_whole(line):
                 self.report.torn = (start, len(raw))
                 return
             self.offset = end
             if line:
                 yield from self._line(line, start + (raw.find(line) if line is not raw else 0), end)
+
+    def _ahead(self, lines: Window) -> Ahead | None:
+        """What is known of the present line before its end is: a plain head of a known execution, all of a tape."""
+        if not lines.buffer.startswith(b"{", lines.start):
+            return None
+        head_end = min(lines.start + HEAD_BYTES, lines.filled)
+        key = lines.buffer.find(PROMPT, lines.start, head_end)
+        if key < 0 or lines.buffer.find(b"\n", lines.start, key) >= 0:  # it is a later line's
+            return None
+        found = _EXEC.search(lines.buffer, lines.start, key)
+        history = self._histories.get(found[1].decode(errors="replace")) if found is not None else None
+        return ahead(lines, history.tapes.items, key - lines.start) if history is not None else None
+
+    def _spliced(self, lines: Window, cut: Ahead, start: int, end: int) -> Any:
+        """The record of the present line, parsed without what is ahead; MISSED if it has to be looked at as a whole."""
+        short = spliced(lines, cut)
+        found = _EXEC.search(short.rest) if short is not None else None
+        if short is None or found is None:
+            return MISSED
+        try:
+            return self._filled_in(short, found[1].decode(errors="replace"), start, end)
+        except BadRecord:
+            return MISSED  # said again, with its reason, by whoever reads the whole line
 
     def _line(self, line: bytes, start: int, end: int) -> Iterator[Located]:
         try:
@@ -140,8 +171,10 @@ class RunReader:
         execution = found[1].decode(errors="replace") if found is not None else None
         history = self._histories.get(execution) if execution is not None else None
         short = shortened(line, array, history.tapes.items if history is not None else ())
-        if short is None:
-            return MISSED
+        return self._filled_in(short, execution, start, end) if short is not None else MISSED
+
+    def _filled_in(self, short: Short, execution: str | None, start: int, end: int) -> Any:
+        """The record of a line whose arrays were cut out; MISSED if they were not what they seemed."""
         try:
             obj = parse_object(short.rest)
         except BadRecord:
@@ -203,12 +236,12 @@ class RunReader:
         """`short`: what was cut out of the line; its arrays are back in `obj`, but for what lies on its tape."""
         fields = call_fields(obj)
         execution, call_id = fields["exec"], fields["call"]
-        line = _Line.of(obj, self.blocks)
+        line = Line.of(obj, self.blocks)
+        history = self._histories.setdefault(execution, History(self.blocks))
+        prompt, digest, place = history.resolve(line, short)
         if line.logprobs is not None and len(line.logprobs) != len(line.completion):
             reason = f"call {call_id}: {len(line.logprobs)} logprobs, {len(line.completion)} tokens: context only"
             self.report.defects.append(Bad(start, end, reason, kept=True))
-        history = self._histories.setdefault(execution, _History(self.blocks))
-        prompt, digest, place = history.resolve(line, short)
         if call_id in history:
             if history.same(call_id, line, prompt, digest):
                 self.report.duplicates += 1
@@ -222,16 +255,23 @@ class RunReader:
         logprobs = line.logprobs if line.logprobs is None or len(line.logprobs) == len(completion) else None
         return Call(**fields, prompt_ids=prompt, completion_ids=completion, logprobs=logprobs)
 
-    def _bound(self, execution: str, history: _History) -> None:
+    def _bound(self, execution: str, history: History) -> None:
         """Keep the tapes of recent executions only; the others are told again from their bodies when needed."""
-        size = history.tape_bytes()
-        self._tape_bytes += size - self._recent.pop(execution, 0)
-        self._recent[execution] = size
+        if next(reversed(self._recent), None) == execution:
+            return  # its size is looked at when it is another's turn
+        if before := self._histories.get(next(reversed(self._recent), "")):
+            self._weigh(next(reversed(self._recent)), before)
+        self._weigh(execution, history)
         while self._tape_bytes > _TAPE_BYTES and len(self._recent) > 1:
             oldest, freed = self._recent.popitem(last=False)
             self._tape_bytes -= freed
             if oldest in self._histories:
                 self._histories[oldest].drop_tapes()
+
+    def _weigh(self, execution: str, history: History) -> None:
+        size = history.tape_bytes()
+        self._tape_bytes += size - self._recent.pop(execution, 0)
+        self._recent[execution] = size
 
 
 def read_run(source: str | Path | BinaryIO, offset: int = 0) -> tuple[list[Record], ReadReport]:
@@ -246,192 +286,3 @@ def _is_whole(line: bytes) -> bool:
     except BadRecord:
         return False
     return True
-
-
-def split_lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """(line without its newline, whether it had one). Lines may be of any length; memory is one line and a block."""
-    rest: list[bytes] = []
-    block = bytearray(_BLOCK_BYTES)  # filled again and again: it stays in the cache
-    view = memoryview(block)
-    while size := file.readinto(block):  # type: ignore[attr-defined]
-        start = 0
-        while (at := block.find(b"\n", start, size)) >= 0:
-            line = bytes(view[start:at])
-            if rest:
-                line = b"".join((*rest, line))
-                rest.clear()
-            yield line, True
-            start = at + 1
-        if start < size:
-            rest.append(bytes(view[start:size]))
-    if rest:
-        yield b"".join(rest), False
-
-
-# ---- what is kept of earlier calls, to resolve later ones ---------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Line:
-    """The part of a call line that says which tokens it is about."""
-
-    base: str | None
-    keep: int
-    tail: Ids
-    completion: Ids
-    logprobs: Logprobs | None
-    stated: str | None  # the chain hash that the line carries
-    text: bool = False
-
-    @classmethod
-    def of(cls, obj: dict[str, Any], blocks: Blocks) -> _Line:
-        base, keep, stated = obj.get("base"), obj.get("keep", 0), obj.get("h")
-        if not isinstance(keep, int) or keep < 0 or not isinstance(base, (str, type(None))):
-            raise BadRecord("base or keep is of a wrong type")
-        keep = keep if base is not None else 0
-        if obj.get("level", "token") == "text":
-            tail, completion = (_numbers(obj.get(key, []), key, blocks) for key in ("prompt", "completion"))
-            return cls(base, keep, tail, completion, None, stated, text=True)
-        tail = ids_array(obj.get("prompt_ids", []), "prompt_ids")
-        completion = ids_array(obj.get("completion_ids", []), "completion_ids")
-        return cls(base, keep, tail, completion, logprobs_array(obj.get("logprobs")), stated)
-
-
-def _numbers(values: Any, key: str, blocks: Blocks) -> Ids:
-    if not isinstance(values, list) or not all(isinstance(v, dict) for v in values):
-        raise BadRecord(f"{key} is not a list of blocks")
-    return blocks.numbers(values)
-
-
-@dataclass(slots=True)
-class _Body:
-    """A call as stored: prompt = the first `keep` tokens of base's prompt + completion, then `tail`."""
-
-    base: str | None
-    keep: int
-    tail: Ids
-    completion: Ids
-    answer: bytes  # digest of completion and logprobs
-    hash: bytes  # chain hash of its line
-
-    @property
-    def tokens(self) -> int:
-        return self.keep + len(self.tail) + len(self.completion)
-
-
-class _History:
-    """The calls of one execution: tails and completions, plus the whole tokens of a few recent ones."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.tapes = Tapes()
-        self._blocks = blocks
-        self._bodies: dict[str, _Body] = {}
-        self._on: dict[int, tuple[Tape, str]] = {}  # id of a tape -> (it, the last call laid on it)
-
-    def __contains__(self, call: str) -> bool:
-        return call in self._bodies
-
-    def tape_bytes(self) -> int:
-        return sum(tape.size for tape in self.tapes.items)
-
-    def drop_tapes(self) -> None:
-        self.tapes = Tapes()
-        self._on.clear()
-
-    def resolve(self, line: _Line, short: Short | None = None) -> tuple[Ids, bytes, tuple[Tape | None, int]]:
-        """(prompt int32[P], chain hash, (tape, tokens of the prompt on it)). Raises BadRecord: no base, wrong hash."""
-        prompt, parent = line.tail, b""
-        place: tuple[Tape | None, int] = (None, 0)
-        tape = short.tape if short is not None else None
-        if line.base is not None:
-            base = self._bodies.get(line.base)
-            if base is None:
-                raise BadRecord(f"its base {line.base} is missing (an orphan until the next full line)")
-            if line.keep > base.tokens:
-                raise BadRecord(f"keep {line.keep} is longer than its base {line.base} ({base.tokens})")
-            head, parent = self._sequence(line.base, line.keep), base.hash
-            place = self._tape_of(line.base), line.keep
-            prompt = np.concatenate([head, line.tail])
-        elif tape is not None:  # laid down before the hash is looked at: tokens that nobody claims do no harm
-            assert short is not None
-            laid, prompt, _ = self.tapes.lay(tape, short.keep, line.tail, line.completion, short.text)
-            place = laid, len(prompt)
-        tail = prompt if tape is not None else line.tail
-        hashed = (
-            (self._blocks.hashed(tail), self._blocks.hashed(line.completion)) if line.text else (tail, line.completion)
-        )
-        digest = chain_hash(parent, line.keep, *hashed, line.logprobs)
-        if line.stated is not None and line.stated != digest.hex():
-            raise BadRecord("the chain hash does not fit: a digit changed or the base is another one")
-        return prompt, digest, place
-
-    def same(self, call: str, line: _Line, prompt: Ids, digest: bytes) -> bool:
-        """Whether a second line of this id says the same tokens and logprobs, whatever its form."""
-        body = self._bodies[call]
-        if body.hash == digest:
-            return True
-        if body.answer != _answer(line) or body.tokens != len(prompt) + len(line.completion):
-            return False
-        return bool(np.array_equal(self._sequence(call, len(prompt)), prompt))
-
-    def add(
-        self,
-        call: str,
-        line: _Line,
-        prompt: Ids,
-        digest: bytes,
-        place: tuple[Tape | None, int],
-        text: bytes | None = None,
-    ) -> tuple[Ids, Ids]:
-        """Store it against the recent history it shares most with: distinct tokens are kept, not prompts.
-
-        Returns its prompt and completion as views that hold no copy of the history.
-        """
-        tape, keep = place
-        if tape is None:
-            tape, keep = self.tapes.nearest(prompt)
-        base = self._on[id(tape)][1] if tape is not None and id(tape) in self._on else line.base
-        if base is not None:
-            keep_of_base = min(keep, self._bodies[base].tokens)
-        text = text if not keep and line.base is None else None  # it renders the whole prompt, or was used already
-        laid, whole, completion = self.tapes.lay(tape, keep, prompt[keep:], line.completion, text)
-        stored = keep_of_base if base is not None else 0
-        tail = whole[stored:].copy()
-        self._bodies[call] = _Body(base, stored, tail, line.completion, _answer(line), digest)
-        self._note(laid, call)
-        return whole, completion
-
-    def _note(self, tape: Tape, call: str) -> None:
-        """The deepest call of a tape stands for it."""
-        before = self._on.get(id(tape))
-        if before is None or self._bodies[call].tokens >= self._bodies[before[1]].tokens:
-            self._on[id(tape)] = (tape, call)
-        alive = {id(t) for t in self.tapes.items}
-        if len(self._on) > len(alive):
-            self._on = {key: value for key, value in self._on.items() if key in alive}
-
-    def _tape_of(self, call: str) -> Tape | None:
-        return next((tape for tape, last in self._on.values() if last == call), None)
-
-    def _sequence(self, call: str | None, n: int) -> Ids:
-        """The first n tokens of a call's prompt + completion, filled from the end along the bases."""
-        tapes = {last: tape for tape, last in self._on.values()}
-        if call in tapes:
-            return tapes[call].view(0, n)
-        out: Ids = np.empty(n, np.int32)
-        while n > 0 and call is not None:
-            if (tape := tapes.get(call)) is not None:
-                out[:n] = tape.view(0, n)
-                break
-            body = self._bodies[call]
-            prompt = body.keep + len(body.tail)
-            if n > prompt:
-                out[prompt:n] = body.completion[: n - prompt]
-            if n > body.keep:
-                out[body.keep : min(n, prompt)] = body.tail[: n - body.keep]
-            n, call = min(n, body.keep), body.base
-        return out
-
-
-def _answer(line: _Line) -> bytes:
-    return chain_hash(b"answer", 0, NO_IDS, line.completion, line.logprobs)

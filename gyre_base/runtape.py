@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
+from gyre_base.runlines import Window
 from gyre_base.runrecords import NO_IDS, Ids, common_prefix
 
 TAPES = 8  # recent histories per execution; more only helps beyond 8 parallel agents
@@ -23,17 +23,20 @@ WORTH_BYTES = 256  # a shorter match saves nothing
 SENTINEL = -(1 << 62) - int.from_bytes(os.urandom(7), "big")  # stands for the tokens cut out; in no file
 _MARK = str(SENTINEL).encode()
 PROMPT, COMPLETION = b'"prompt_ids"', b'"completion_ids"'
-_COMMA, _SPACE = 44, 32
+_COMMA = 44
+COMPACT, SPACED = b",", b", "  # what writers put between two ids
+_OPENINGS = {b":[": COMPACT, b": [": SPACED}
 
 
 class Tape:
-    """int32[used] tokens; `text` renders them as `1,2,3,` when first needed."""
+    """int32[used] tokens; `text` renders them when first needed, each followed by the separator of that file."""
 
-    __slots__ = ("_ids", "_marks", "_rendered", "text", "used")
+    __slots__ = ("_ids", "_marks", "_rendered", "separator", "text", "used")
 
-    def __init__(self, ids: Ids) -> None:
+    def __init__(self, ids: Ids, separator: bytes = COMPACT) -> None:
         self._ids = np.array(ids, np.int32)
         self.used = len(ids)
+        self.separator = separator
         self.text = bytearray()
         self._rendered = 0
         self._marks: list[tuple[int, int]] = [(0, 0)]  # (byte, token)
@@ -52,9 +55,9 @@ class Tape:
         out.flags.writeable = False
         return out
 
-    def append(self, ids: Ids, text: bytes | None = None) -> None:
-        if text is not None and self._rendered == self.used:
-            self.text += text
+    def append(self, ids: Ids, text: Rendered | None = None) -> None:
+        if text is not None and self._rendered == self.used and text.separator == self.separator:
+            self.text += text.text
             self._rendered += len(ids)
             self._marks.append((len(self.text), self._rendered))
         need = self.used + len(ids)
@@ -67,7 +70,7 @@ class Tape:
 
     def fork(self, at: int) -> Tape:
         """A new tape with the first `at` tokens, text included."""
-        out = Tape(self._ids[:at])
+        out = Tape(self._ids[:at], self.separator)
         if self._rendered:
             keep = min(at, self._rendered)
             cut = self._byte(keep)
@@ -75,16 +78,19 @@ class Tape:
             out._marks = [m for m in self._marks if m[1] <= keep]
         return out
 
-    def render(self) -> bytearray:
+    def render(self, separator: bytes) -> bytearray:
+        if separator != self.separator:  # lines of two writers meet in one execution
+            self.separator, self._rendered, self._marks = separator, 0, [(0, 0)]
+            self.text = bytearray()
         if self._rendered < self.used:
-            self.text += _rendered(self._ids[self._rendered : self.used])
-            self.text += b","
+            self.text += _spread(_rendered(self._ids[self._rendered : self.used]), separator)
+            self.text += separator
             self._rendered = self.used
             self._marks.append((len(self.text), self.used))
         return self.text
 
     def tokens_before(self, byte: int) -> int:
-        """How many tokens end before a byte that follows a comma."""
+        """How many tokens end before a byte that follows a separator."""
         at, tokens = self._marks[bisect_right(self._marks, (byte, 1 << 62)) - 1]
         return tokens + int(np.count_nonzero(np.frombuffer(self.text, np.uint8, byte - at, at) == _COMMA))
 
@@ -94,7 +100,7 @@ class Tape:
         if tokens == token:
             return at
         commas = np.flatnonzero(np.frombuffer(self.text, np.uint8, offset=at) == _COMMA)
-        return at + int(commas[token - tokens - 1]) + 1
+        return at + int(commas[token - tokens - 1]) + len(self.separator)
 
 
 class Tapes:
@@ -104,15 +110,15 @@ class Tapes:
         self.items: list[Tape] = []
 
     def lay(
-        self, tape: Tape | None, keep: int, tail: Ids, completion: Ids, text: bytes | None = None
+        self, tape: Tape | None, keep: int, tail: Ids, completion: Ids, text: Rendered | None = None
     ) -> tuple[Tape, Ids, Ids]:
         """Put a call's tokens on a tape: the first `keep` of `tape`, then these. Returns (tape, prompt, completion).
 
         `text` renders tail and completion, where that is known.
         """
-        new = np.concatenate([tail, completion]) if len(completion) else tail
+        new = np.concatenate([tail, completion]) if len(completion) and len(tail) else tail if len(tail) else completion
         if tape is None:
-            tape = self._new(Tape(NO_IDS))
+            tape = self._new(Tape(NO_IDS, text.separator if text is not None else COMPACT))
         ahead = tape.ids[keep:]
         shared = common_prefix(ahead, new)
         if shared < min(len(ahead), len(new)):
@@ -147,6 +153,14 @@ class Tapes:
 
 
 @dataclass(frozen=True, slots=True)
+class Rendered:
+    """Tokens as JSON text, each followed by `separator`."""
+
+    text: bytes
+    separator: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Short:
     """A line without its long arrays: `rest` is JSON with SENTINEL where they were cut out.
 
@@ -159,7 +173,7 @@ class Short:
     keep: int
     tail: Ids | None
     completion: Ids | None
-    text: bytes | None
+    text: Rendered | None
 
 
 def array_at(line: bytes, key: bytes = PROMPT, least: int = WORTH_BYTES) -> tuple[int, int] | None:
@@ -176,41 +190,92 @@ def array_at(line: bytes, key: bytes = PROMPT, least: int = WORTH_BYTES) -> tupl
     return (start, end) if end - start >= least else None
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A line under way begins like a history: its bytes [start, end) are all of `tape`, inside the prompt's array."""
+
+    start: int
+    end: int
+    tape: Tape
+    separator: bytes
+
+
+def ahead(lines: Window, tapes: Sequence[Tape], key: int) -> Ahead | None:
+    """Where the prompt of the present line (its key stands `key` bytes into it) leaves a whole tape; None: nowhere."""
+    at = lines.start + key + len(PROMPT)
+    opening = next((o for o in _OPENINGS if lines.buffer.startswith(o, at)), None)
+    if opening is None:
+        return None
+    first, separator = key + len(PROMPT) + len(opening), _OPENINGS[opening]
+    for tape in reversed(tapes):
+        rendered = tape.render(separator)
+        if len(rendered) < WORTH_BYTES or not lines.need(first + len(rendered)):
+            continue
+        if lines.buffer.startswith(rendered, lines.start + first):
+            return Ahead(first, first + len(rendered), tape, separator)
+    return None
+
+
+def spliced(lines: Window, cut: Ahead) -> Short | None:
+    """The present line without what is ahead; None if its array does not go on as it began."""
+    with memoryview(lines.buffer) as view:
+        head = bytes(view[lines.start : lines.start + cut.start])
+        foot = bytes(view[lines.start + cut.end : lines.end])
+    end = foot.find(b"]")
+    if end <= 0 or foot[-1:] != b"}":
+        return None
+    return _short(head, foot[:end], foot[end:], cut.tape, cut.tape.used, cut.separator)
+
+
 def shortened(line: bytes, array: tuple[int, int], tapes: Sequence[Tape]) -> Short | None:
     """The line with its arrays cut out: what a tape knows, and what can be converted without JSON. None: neither."""
     start, end = array
-    text, first, last = line, start, end
-    if b" " in line[start : start + 32]:
-        packed = _compact(line, start, end)
-        if packed is None:
-            return None
-        text, first, last = packed, 0, len(packed)
-    tape, cut, keep = _best(text, first, last, tapes)
+    separator = SPACED if b" " in line[start : start + 32] else COMPACT
+    tape, cut, keep = _best(line, start, end, tapes, separator)
     if cut < WORTH_BYTES:
         tape, cut, keep = None, 0, 0
-    tail = text[first + cut : last]
-    ids = numbers(tail) if tail else NO_IDS
+    return _short(line[:start], line[start + cut : end], line[end:], tape, keep, separator)
+
+
+def _short(head: bytes, tail: bytes, foot: bytes, tape: Tape | None, keep: int, separator: bytes) -> Short | None:
+    """From the text before the prompt's array, of its part that is on no tape, and behind it."""
+    found = array_at(foot, COMPLETION, 1)
+    said = foot[found[0] : found[1]] if found is not None else b""
+    if separator != COMPACT:
+        tail, said = tail.replace(separator, COMPACT), said.replace(separator, COMPACT)
+    ids, completion, known = _both(tail, said)
     if tape is None and ids is None:
         return None
-    more = b"" if ids is not None else b"," + tail
-    head, foot = line[:start] + _MARK + more, line[end:]
-    completion, said = None, b""
-    if (found := array_at(foot, COMPLETION, 1)) is not None:
-        said = foot[found[0] : found[1]]
-        completion = numbers(said)
-        if completion is not None:
-            foot = foot[: found[0]] + _MARK + foot[found[1] :]
-    known = None
-    if ids is not None and completion is not None:
-        known = (tail + b"," if tail else b"") + said + b","
-    return Short(head + foot, tape, keep, ids, completion, known)
+    if found is not None and completion is not None:
+        foot = foot[: found[0]] + _MARK + foot[found[1] :]
+    more = b"" if ids is not None else COMPACT + tail
+    text = Rendered(_spread(known, separator), separator) if known is not None else None
+    return Short(head + _MARK + more + foot, tape, keep, ids, completion, text)
+
+
+def _spread(text: bytes, separator: bytes) -> bytes:
+    return text if separator == COMPACT else text.replace(COMPACT, separator)
+
+
+def _both(tail: bytes, said: bytes) -> tuple[Ids | None, Ids | None, bytes | None]:
+    """(ids of each, or None where it is not plainly written; their text in one piece if both are)."""
+    if tail and said:
+        joined = tail + COMPACT + said
+        if (ids := numbers(joined)) is not None:
+            count = tail.count(COMPACT) + 1
+            return ids[:count], ids[count:], joined + COMPACT
+    first, second = numbers(tail) if tail else NO_IDS, numbers(said)
+    return first, second, said + COMPACT if not tail and second is not None else None
 
 
 def numbers(text: bytes) -> Ids | None:
     """int32[n] of `1,2,3`, exactly as JSON would read it; None for anything that is not plainly written ids."""
-    if text.translate(None, b"0123456789,") or b",," in text or text[:1] == b"," or text[-1:] == b",":
+    if text.translate(None, b"0123456789,") or text[:1] in (b",", b"") or text[-1:] == b",":
         return None
-    ids: Ids = np.fromstring(text, np.int32, sep=",")
+    try:
+        ids: Ids = np.fromstring(text, np.int32, sep=",")
+    except ValueError:  # a gap; older versions of numpy stop there
+        return None
     return ids if _rendered(ids) == text else None  # leading zeros and overflows do not come back as they went in
 
 
@@ -218,32 +283,23 @@ def _rendered(ids: Ids) -> bytes:
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
-def _best(text: bytes, first: int, last: int, tapes: Sequence[Tape]) -> tuple[Tape | None, int, int]:
-    """(tape, bytes shared with it cut at a token, tokens of those)."""
+def _best(line: bytes, first: int, last: int, tapes: Sequence[Tape], separator: bytes) -> tuple[Tape | None, int, int]:
+    """(tape, bytes of line[first:last] shared with it, cut behind a separator; tokens of those)."""
     best, cut = None, 0
     for tape in reversed(tapes):
-        rendered = tape.render()
-        if len(rendered) > cut and text.startswith(rendered, first):
+        rendered = tape.render(separator)
+        if cut < len(rendered) <= last - first and line.startswith(rendered, first):
             best, cut = tape, len(rendered)
     if best is not None:
         return best, cut, best.used
     whole = False
-    view = np.frombuffer(text, np.uint8, last - first, first)
+    view = np.frombuffer(line, np.uint8, last - first, first)
     for tape in reversed(tapes):
         shared = common_prefix(np.frombuffer(tape.text, np.uint8), view)
         ends = shared == len(view) and shared < len(tape.text) and tape.text[shared] == _COMMA
         if not ends:
-            shared = tape.text.rfind(b",", 0, shared) + 1
+            behind = tape.text.rfind(separator, 0, shared)
+            shared = behind + len(separator) if behind >= 0 else 0
         if shared > cut:
             best, cut, whole = tape, shared, ends
     return best, cut, best.tokens_before(cut) + whole if best is not None else 0
-
-
-def _compact(line: bytes, start: int, end: int) -> bytes | None:
-    """The inside of an array without the blanks behind its commas; None if there are others."""
-    chars: NDArray[np.uint8] = np.frombuffer(line, np.uint8, end - start, start)
-    blank = chars == _SPACE
-    if blank[0] or not (chars[:-1] == _COMMA)[blank[1:]].all():
-        return None
-    packed: bytes = chars[~blank].tobytes()
-    return packed

@@ -11,6 +11,7 @@ Depth counts tokens from the root; a segment covers depths [start, end).
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from gyre_base.runfile import NO_IDS, Call, Ids, Logprobs, common_prefix, context_digest, trainable_mask
 
+ORIGINS = 8  # as many as a reader keeps histories
 NOBODY = -1  # owner of a token that no eligible call sampled
 
 
@@ -134,6 +136,30 @@ class Mark:
             end = segment.start
 
 
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The memory that a prompt begins. A reader's histories only grow, so the next prompt in it begins alike."""
+
+    mark: Mark
+    owner: weakref.ref[Ids]
+    address: int
+
+    @classmethod
+    def of(cls, mark: Mark, prompt: Ids) -> _Origin | None:
+        if prompt.flags.writeable or not isinstance(prompt.base, np.ndarray):
+            return None
+        return cls(mark, weakref.ref(prompt.base), _address(prompt))
+
+    def shared(self, prompt: Ids) -> int:
+        """Tokens that need no comparison."""
+        same = not prompt.flags.writeable and self.owner() is prompt.base and self.address == _address(prompt)
+        return min(len(prompt), self.mark.prompt_tokens) if same else 0
+
+
+def _address(array: Ids) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
 class Forest:
     """All calls of one execution."""
 
@@ -143,6 +169,7 @@ class Forest:
         self.prompt_tokens = 0  # sum over calls: what a plain log stores
         self.sampled_tokens = 0
         self._marks: dict[str, Mark] = {}
+        self._origins: dict[int, _Origin] = {}  # id of the memory -> the latest prompt in it, latest last
 
     def __contains__(self, call: str) -> bool:
         return call in self._marks
@@ -154,20 +181,26 @@ class Forest:
         return self._marks[call]
 
     def insert(self, call: Call) -> bool:
-        """Add a call. False if it was there already (same tokens). Raises ConflictingCall if it was something else."""
+        """Add a call. False if it was there already (same tokens). Raises ConflictingCall if it was something else.
+
+        Read-only prompts are taken at their word: two that begin in the same memory are not compared there.
+        """
         if call.exec != self.execution:
             raise ValueError(f"call {call.call} belongs to {call.exec}, not to {self.execution}")
         if call.call in self._marks:
             self._compare(self._marks[call.call], call)
             return False
-        segment, offset = self._descend(self.root, 0, call.prompt_ids)
-        segment, offset = self._descend(segment, offset, call.completion_ids)
+        segment, offset, known = self._resume(call.prompt_ids)
+        parts = call.prompt_ids[known:], call.completion_ids
+        for tokens in (np.concatenate(parts),) if known else parts:  # a whole prompt would be long to copy
+            segment, offset = self._descend(segment, offset, tokens)
         prompt, sampled = len(call.prompt_ids), len(call.completion_ids)
         context = call.context or context_digest(call.prompt_ids)
         bare = _bare(call)
         mark = Mark(bare, call.logprobs, prompt, prompt + sampled, context, segment)
         segment.marks.append(mark)
         self._marks[call.call] = mark
+        self._note(mark, call.prompt_ids)
         self.prompt_tokens += prompt
         self.sampled_tokens += sampled
         return True
@@ -216,13 +249,32 @@ class Forest:
         _digest_marks(state, self.root)
         return state.hexdigest()
 
+    def _resume(self, prompt: Ids) -> tuple[Segment, int, int]:
+        """(place, tokens up to it): behind what lies in the same memory as an earlier prompt, else the root."""
+        found = self._origins.get(id(prompt.base))
+        known = found.shared(prompt) if found is not None else 0
+        if found is None or not known:
+            return self.root, 0, 0
+        segment = found.mark.segment
+        while segment.start >= known and segment.parent is not None:
+            segment = segment.parent
+        return segment, known - segment.start, known
+
+    def _note(self, mark: Mark, prompt: Ids) -> None:
+        self._origins.pop(id(prompt.base), None)
+        if (origin := _Origin.of(mark, prompt)) is not None:
+            self._origins[id(prompt.base)] = origin
+            if len(self._origins) > ORIGINS:
+                del self._origins[next(iter(self._origins))]
+
     def _descend(self, segment: Segment, offset: int, tokens: Ids) -> tuple[Segment, int]:
         """Walk `tokens` from a place, adding what is new. Returns the place behind the last one."""
         while len(tokens):
-            shared = common_prefix(segment.tokens[offset:], tokens)
-            offset, tokens = offset + shared, tokens[shared:]
-            if not len(tokens):
-                break
+            if offset < len(segment):
+                shared = common_prefix(segment.tokens[offset:], tokens)
+                offset, tokens = offset + shared, tokens[shared:]
+                if not len(tokens):
+                    break
             if offset < len(segment):
                 segment.split(offset)
             child = segment.children.get(int(tokens[0]))

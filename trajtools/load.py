@@ -38,7 +38,7 @@ from gyre_base.runfile import (
     RunReader,
 )
 from gyre_base.runframes import MAGIC, FrameReader, FrameWriter
-from gyre_base.runreader import split_lines
+from gyre_base.runlines import split_lines
 from trajtools.breaks import Analysis, analyse
 from trajtools.forest import ConflictingCall, Forest, Mark
 

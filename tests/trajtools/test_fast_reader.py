@@ -133,8 +133,9 @@ def test_the_shortcut_is_taken_for_canonical_pretty_and_reordered_lines(monkeypa
     import gyre_base.runreader as reader
 
     taken = []
-    real = reader.shortened
-    monkeypatch.setattr(reader, "shortened", lambda *a: taken.append(real(*a)) or taken[-1])
+    for name in ("shortened", "spliced"):
+        real = getattr(reader, name)
+        monkeypatch.setattr(reader, name, lambda *a, real=real: taken.append(real(*a)) or taken[-1])
     text = np.arange(1000, 1400)
     first, second = make_call("a", text), make_call("b", [*text, 4, 5, 6, 7])
     obj = orjson.loads(encode(second))
