@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.minislurm import Cluster, why_not
+from tests.system.conftest import make_random
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +42,12 @@ def quiet_slurm(slurm: Cluster) -> Iterator[Cluster]:
     yield slurm
     slurm.clear()
     slurm.mend_all()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny engine's own network with random weights."""
+    folder = tmp_path_factory.mktemp("model") / "random"
+    folder.mkdir()
+    make_random(folder)
+    return folder
