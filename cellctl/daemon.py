@@ -19,6 +19,7 @@ from gyre_base.bus import Received, Server
 from gyre_base.daemon import HEARTBEAT_S, Answer, PeerLost, Send, Shell, WakeAt, log_to, stop_on_signals
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
+from gyre_base.tasklist import entries
 
 log = logging.getLogger(__name__)
 DURABLE = (m.ExecutionFinished, m.StepDone, m.GroupPacked, Start)
@@ -205,14 +206,6 @@ class CellctlShell(Shell):
         return m.ExecutionOrder(**{**message.__dict__, "task": task})
 
 
-def load_tasks(path: str) -> dict[str, dict[str, Any]]:
-    """Tasks of a JSONL by id, in file order. gyre_exec checks their content; here they are only carried."""
-    if not path:
-        return {}
-    rows = [orjson.loads(line) for line in Path(path).read_bytes().splitlines() if line.strip()]
-    return {row["id"]: row for row in rows}
-
-
 def restore(path: Path) -> Scheduler:
     """A scheduler as its journal left it. An empty or missing journal gives a new one."""
     core = Scheduler()
@@ -239,7 +232,7 @@ async def _serve(run: RunDir) -> None:
     core = restore(path)
     server = Server(run, keys, kind="cellctl", name="cellctl", life=life, bind=config.cluster.bind)
     shell = CellctlShell(core, journals.Journal(path), server, run, life)
-    train, heldout = load_tasks(config.tasks.train), load_tasks(config.tasks.heldout)
+    train, heldout = entries(config.tasks.train), entries(config.tasks.heldout)
     shell.know_tasks({**train, **heldout})
     stop_on_signals(shell.stopping)
     server.start()

@@ -32,6 +32,8 @@ class ClusterConfig:
     srun_options: tuple[str, ...] = ()  # more words for each step of a job, such as ["--container-image=gyre.sqsh"]
     executor_partition: str = ""  # Slurm partition of the executors' own jobs; empty = beside the supervisor
     executor_options: tuple[str, ...] = ()  # more options of these jobs, such as ["mem=16G", "time=60"] (time in minutes)
+    executors_max: int = 0  # the pool grows to so many with the dispatched work; 0 = always `executors`
+    executor_idle_s: float = 120.0  # an executor beyond `executors` that held nothing for so long goes
     dead_man_s: float = 60.0  # a node that hears nothing of the supervisor stops its work; lower than a lost node costs
     min_cells: int = 1  # with fewer cells left than this the job is requeued rather than going on
     save_window_s: float = 0.0  # before the job's end the run saves and leaves; 0 = from the measured time of a save
@@ -155,6 +157,7 @@ class TaskConfig:
     printed_mib: int = 8  # kept of stdout, of stderr and of the transcript of one execution, before compression
     snapshots: bool = True  # every workspace as it was scored, in workspaces.git: a group shares what is equal
     keep_workspaces: bool = False  # True keeps every workspace for gyre rescore
+    progress_every_s: float = 0.0  # scores running workspaces so often, as a metric only; 0 = never
     concurrent_per_executor: int = 160  # executions one executor runs at once
 
 
@@ -194,6 +197,8 @@ CHOICES = {
 AT_LEAST: dict[str, float] = {
     "cluster.cells": 1,
     "cluster.executors": 1,
+    "cluster.executors_max": 0,
+    "tasks.progress_every_s": 0,
     "cluster.dead_man_s": 5,
     "cluster.min_cells": 1,
     "cluster.save_window_s": 0,

@@ -24,6 +24,7 @@ from gyre_base import messages as m
 from gyre_base.journal import Journal
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir, RunDirError
+from gyre_base.tasklist import entries
 from gyre_base.vocabulary import Outcome, Purpose
 from gyre_exec import child as children
 from gyre_exec import events as e
@@ -33,7 +34,7 @@ from gyre_exec.evaluator import evaluate
 from gyre_exec.fields import TaskError
 from gyre_exec.harness import Adapter, Launch, adapter_for
 from gyre_exec.relay import Relay
-from gyre_exec.tasks import Task, from_dict
+from gyre_exec.tasks import Task, from_order
 from gyre_exec.upstream import Address, Upstream, address_of
 from gyre_exec.workspace import MARK, SOCKET, CommandLine, Settings, Workspace, WorkspaceError, kinds
 
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 SMALL_BYTES = 1 << 20  # a workspace up to this size is written at once, a larger one beside the loop
 HELLO_S = 10.0
 STDERR_CHARS = 400
+ANSWER_S = 0.1  # for an answer to get out before the end
 STOP_GRACE_S = 2.0
 
 
@@ -133,7 +135,7 @@ class Executor(daemon.Shell):
         if set(body) <= {"id"}:
             body = self._look_up(str(body.get("id")))
         folder = str(body.get("task_file_dir") or (Path(source).parent if source else ""))
-        return from_dict(body, folder=folder, where=f"order of {order.execution}")
+        return from_order(body, folder=folder, where=f"order of {order.execution}")
 
     def _look_up(self, task: str) -> dict[str, Any]:
         if self._catalogue is None:
@@ -327,9 +329,17 @@ class Executor(daemon.Shell):
                     answer = m.StatusReply(rows=tuple(self._executions()))
                 case m.StatusRequest(what=what):
                     answer = m.Refused(why=f"no view is called {what!r}: status, executions")
+                case m.OperatorOrder(verb="leave"):
+                    answer = self._leave_if_idle()
                 case _:
                     answer = m.Refused(why="an executor answers status only")
             await server.send(received.peer, answer, received.correlation)
+
+    def _leave_if_idle(self) -> m.Done | m.Refused:
+        if self.core.held:
+            return m.Refused(why=f"{len(self.core.held)} executions are held")
+        asyncio.get_running_loop().call_later(ANSWER_S, self.stopping.set)
+        return m.Done(note="leaves")
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -429,10 +439,9 @@ def _tidy_all(batch: list[Path], keep: bool, limit: int) -> None:
 
 def _catalogue(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        bodies = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise TaskError(f"{path}: cannot be read as JSONL ({error})") from None
-    return {str(b.get("id")): {**b, "task_file_dir": str(path.parent)} for b in bodies if isinstance(b, dict)}
+        return {name: {**body, "task_file_dir": str(path.parent)} for name, body in entries(path).items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TaskError(f"{path}: cannot be read as tasks ({error})") from None
 
 
 async def run_executor(run_dir: str | Path, name: str) -> None:

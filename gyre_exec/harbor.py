@@ -7,7 +7,6 @@ with the line. `[metadata.gyre]` is where a task says what Harbor has no word fo
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gyre_base.tasklist import task_id
 from gyre_exec.fields import TaskError
 from gyre_exec.tasks import Needs, Task, from_dict
 
@@ -25,24 +25,6 @@ _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 _HEADER = re.compile(r"\s*\[{1,2}\s*([^\]]+?)\s*\]{1,2}\s*(?:#.*)?")
 _AT_LINE = re.compile(r"at line (\d+)")
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
-
-
-def is_task(folder: Path) -> bool:
-    return (folder / "task.toml").is_file() or (folder / "instruction.md").is_file()
-
-
-def folders(path: Path) -> list[Path]:
-    """The task directories at `path`: itself, or those in it."""
-    if is_task(path):
-        return [path]
-    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "_")))
-
-
-def task_id(folder: Path) -> str:
-    """The folder's name; one that can't be an id keeps what it can and gets a mark, so that two never meet."""
-    name = folder.absolute().name
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip("._-")[:100] or "task"
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode('utf-8', 'replace')).hexdigest()[:6]}"
 
 
 def read(folder: Path) -> Task:

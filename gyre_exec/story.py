@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from gyre_base.rundir import RunDir
-from gyre_exec.tasks import Task, from_dict
+from gyre_exec.tasks import Task, from_order
 
 OTHERS = ("cellctl", "proxyd", "trajd", "celld-")  # journals that are no executor's
 
@@ -36,7 +36,7 @@ class Story:
     def task(self, folder: str) -> Task:
         """As it was ordered; `folder` is where its file lies. Raises TaskError."""
         body = self.order["task"]
-        return from_dict(body, folder=str(body.get("task_file_dir", folder)), where=f"order of {self.execution}")
+        return from_order(body, folder=str(body.get("task_file_dir", folder)), where=f"order of {self.execution}")
 
 
 def stories(run: RunDir, execution: str | None = None) -> Iterator[Story]:

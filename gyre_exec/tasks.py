@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gyre_base import tasklist
 from gyre_base.ids import is_safe_name
 from gyre_exec.fields import TaskError, encodes, files, no_typing_errors, seconds, texts
 from gyre_exec.rulers import Evaluator, bases, evaluator_of, fill
@@ -120,6 +121,15 @@ def _needs(body: Any, where: str) -> Needs:
     return Needs(**{**body, "env": texts(body.get("env", {}), f"{where}: needs.env")})
 
 
+def from_order(body: Any, *, folder: str, where: str) -> Task:
+    """As an execution order says it: the task itself, or where its directory is. Raises TaskError."""
+    if isinstance(body, dict) and "task_dir" in body:
+        from gyre_exec import harbor
+
+        return harbor.read(Path(str(body["task_dir"])))
+    return from_dict(body, folder=folder, where=where)
+
+
 # ---- files --------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +207,7 @@ def _scan_jsonl(path: Path) -> Iterator[Task | TaskError]:
 def _scan_directory(path: Path) -> Iterator[Task | TaskError]:
     from gyre_exec import harbor
 
-    folders = harbor.folders(path)
+    folders = tasklist.folders(path)
     if not folders:
         yield TaskError(f"{path}: no task directory (instruction.md, task.toml, tests/) in it")
     for folder in folders:
