@@ -72,11 +72,16 @@ class ModelConfig:
 class EngineConfig:
     """The rollout engine of a cell."""
 
-    kind: str = "tiny"  # tiny: the embedded CPU engine; emulate: takes the time that [emulate] says
+    kind: str = "tiny"  # tiny: the embedded CPU engine; sglang: the real one; emulate: takes the time of [emulate]
     max_running_requests: int = 64
     context_length: int = 2048  # tokens; longer prompts get the dialect's own context error
     stream_interval: int = 16  # tokens per chunk from engine to proxy; larger costs less CPU per token
     threads: int = 1
+    python: str = ""  # sglang: interpreter of the environment that has it; empty = this one
+    device: str = "cuda"  # sglang: cuda or cpu
+    tensor_parallel: int = 1  # sglang: GPUs of one engine
+    kv_store: bool = False  # sglang: engines share a store of KV, so that a call that moves is not prefilled again
+    options: dict[str, str] = field(default_factory=dict)  # sglang: its own options by name; they win; true is a flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +193,8 @@ class Config:
 
 CHOICES = {
     "scheduler.policy": ("elastic", "colocate", "async"),
-    "engine.kind": ("tiny", "emulate"),
+    "engine.kind": ("tiny", "sglang", "emulate"),
+    "engine.device": ("cuda", "cpu"),
     "rollout.durability": ("fdatasync", "write"),
     "trainer.reading": ("behaviour", "proximal"),
     "trajectories.rule": ("greedy", "draw"),
