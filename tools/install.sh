@@ -22,4 +22,4 @@ CONSTRAINTS=""
 "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' && CONSTRAINTS="-c constraints.txt"
 # torch first and pinned: whatever follows then finds it and does not fetch another build
 "$VENV/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS $CONSTRAINTS "torch==2.13.0" numpy packaging
-"$VENV/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS $CONSTRAINTS -e ".[train,report,dev]"
+"$VENV/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS $CONSTRAINTS -e ".[train,report,launch,dev]"
