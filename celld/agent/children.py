@@ -7,12 +7,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from celld.sglang.launch import SGLangSettings, free_port
 from gyre_base.allocation import own_address
 from gyre_base.config import Config
 from gyre_base.daemon import die_with_parent
+from gyre_base.keys import Keys
 from gyre_base.rundir import RunDir
 
 STOP_GRACE_S = 10.0
@@ -31,7 +33,7 @@ class Child:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def start(self, command: list[str]) -> None:
+    async def start(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
         with open(self._log, "ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -40,6 +42,7 @@ class Child:
                 stderr=output,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
+                env=environment,
             )
         self._watch = asyncio.get_running_loop().create_task(self._wait(self._process))
 
@@ -84,6 +87,33 @@ def engine_command(
         *("--context-length", str(engine.context_length)),
         *(_emulated(config, cell) if engine.kind == "emulate" else _tiny(config, seed)),
     ]
+
+
+def sglang_settings(
+    run: RunDir, config: Config, keys: Keys, cell: str, model: Path, version: str, seed: int
+) -> SGLangSettings:
+    """The real engine on a free port of the cluster's address, with weights from `model`."""
+    engine = config.engine
+    store = run.path("kv") if engine.kv_store else None
+    if store is not None:
+        store.mkdir(mode=0o700, exist_ok=True)
+    host = own_address(config.cluster.bind)
+    return SGLangSettings(
+        model=model,
+        host=host,
+        port=free_port(host),
+        served_name=config.model.served_name,
+        weight_version=version,
+        max_running_requests=engine.max_running_requests,
+        context_length=engine.context_length,
+        stream_interval=engine.stream_interval,
+        seed=seed,
+        tensor_parallel=engine.tensor_parallel,
+        device=engine.device,
+        admin_key=keys.admin,
+        kv_store=store,
+        extra={name: True if value == "true" else value for name, value in engine.options.items()},
+    )
 
 
 def _tiny(config: Config, seed: int) -> list[str]:
