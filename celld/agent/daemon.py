@@ -7,14 +7,16 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from celld.agent import core as c
-from celld.agent.children import Child, engine_command, rank_command
+from celld.agent.children import Child, engine_command, rank_command, sglang_settings
 from celld.agent.deadman import DeadMan, Verdict, read_beat, requeue
 from celld.agent.switching import Switcher
 from celld.engine_client import EngineClient, EngineError
+from celld.sglang.launch import command as sglang_command
 from celld.weights import SocketTransport, WeightsError
 from gyre_base import config as configuration
 from gyre_base import messages as m
@@ -29,6 +31,7 @@ from gyre_base.vocabulary import Role
 
 log = logging.getLogger(__name__)
 CHILD_START_S = 180.0  # torch and megatron on a busy machine
+ENGINE_START_S = 1800.0  # a large model from a busy file system
 PROBE_EVERY_S = 5.0
 ENDING_S = 3.0  # the supervisor is told that Slurm ends us; within this it answers, or it ends too
 SILENT_PROBES = 6  # engine probes without an answer before it counts as stalled
@@ -55,6 +58,7 @@ class AgentShell(Shell):
         self._children = {
             name: Child(name, run.path("log", f"{name}-{cell}.log"), self._child_died) for name in ("engine", "rank")
         }
+        self._launching: set[str] = set()
         self._engine: EngineClient | None = None
         self._switch: asyncio.Task[None] | None = None
         self._allocation = Allocation.here()
@@ -63,7 +67,8 @@ class AgentShell(Shell):
         self.orphaned = False
 
     def _child_died(self, child: str, detail: str) -> None:
-        self.post(c.ChildDied(child=child, detail=detail))
+        if child not in self._launching:  # else the launch sees it and says so, once
+            self.post(c.ChildDied(child=child, detail=detail))
 
     # ---- effects ----------------------------------------------------------------------------------------------------
 
@@ -89,6 +94,9 @@ class AgentShell(Shell):
             self._switch = None
 
     async def _launch(self, child: str) -> None:
+        if child in self._launching:
+            return
+        self._launching.add(child)
         try:
             if child == "rank":
                 await self._launch_rank()
@@ -99,6 +107,8 @@ class AgentShell(Shell):
             await self._children[child].end()
             await asyncio.sleep(1.0)
             self.post(c.ChildDied(child=child, detail=f"did not come up: {error}"))
+        finally:
+            self._launching.discard(child)
 
     async def _launch_rank(self) -> None:
         await self._children["rank"].end()
@@ -115,16 +125,37 @@ class AgentShell(Shell):
         port_file = self._run.path("endpoints", f".engine-{self._cell}.port")
         port_file.unlink(missing_ok=True)
         seed = self._config.scheduler.seed * 1000 + int(self._cell.removeprefix("c"))
-        command = engine_command(self._run, self._config, self._cell, folder, version, port_file, seed)
-        await self._children["engine"].start(command)
-        port = await self._port(port_file)
-        url = f"http://{own_address(self._config.cluster.bind)}:{port}"
+        if self._config.engine.kind == "sglang":
+            url = await self._start_sglang(folder, version, seed)
+        else:
+            command = engine_command(self._run, self._config, self._cell, folder, version, port_file, seed)
+            await self._children["engine"].start(command)
+            url = f"http://{own_address(self._config.cluster.bind)}:{await self._port(port_file)}"
         if self._engine is not None:
             await self._engine.close()
         self._engine = EngineClient(url, admin_key=self._keys.admin)
-        await self._engine.wait_serving(CHILD_START_S)
-        await self._engine.probe()
+        await self._serving(self._engine)
+        await self._engine.probe(need_release=(self._config.engine.kind, self._config.engine.device) != ("sglang", "cpu"))
         self.post(c.ChildUp(child="engine", version=version, url=url))
+
+    async def _start_sglang(self, folder: Path, version: str, seed: int) -> str:
+        """The real engine's base URL; it may not answer yet."""
+        settings = sglang_settings(self._run, self._config, self._keys, self._cell, folder, version, seed)
+        file = self._run.path("keys", f"engine-{self._cell}.yaml")  # it holds the admin key
+        settings.write(file)
+        python = self._config.engine.python or sys.executable
+        await self._children["engine"].start(sglang_command(python, file), settings.environment(os.environ))
+        return f"http://{settings.host}:{settings.port}"
+
+    async def _serving(self, engine: EngineClient) -> None:
+        """Wait for its first answer, but not for one that has died."""
+        deadline = asyncio.get_running_loop().time() + ENGINE_START_S
+        while not await engine.alive():
+            if self._children["engine"].pid is None:
+                raise OSError(f"the engine ended while starting; see log/engine-{self._cell}.log")
+            if asyncio.get_running_loop().time() > deadline:
+                raise OSError(f"the engine did not answer within {ENGINE_START_S:g} s; see log/engine-{self._cell}.log")
+            await asyncio.sleep(0.1)
 
     def _rank_is_up(self) -> bool:
         return "rank" in self.core.up and self._children["rank"].pid is not None
