@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,12 +27,9 @@ def spelled(chat: ChatModel, text: str, *, ended: bool = True) -> Piece:
 
 def by_byte(chat: ChatModel, text: str) -> list[int]:
     out: list[int] = []
-    for part in text.replace("<tool_call>", "\0<tool_call>\0").replace("</tool_call>", "\0</tool_call>\0").split("\0"):
-        out += (
-            chat.encode(part)
-            if part.startswith(("<tool_call>", "</tool_call>"))
-            else [i for char in part for i in chat.encode(char)]
-        )
+    for part in re.split(r"(</?tool_call>|</?think>)", text):
+        special = chat.tokenizer.token_to_id(part) if part.startswith("<") else None
+        out += [special] if special is not None else [i for char in part for i in chat.encode(char)]
     return out
 
 

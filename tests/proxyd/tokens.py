@@ -47,7 +47,7 @@ CORPUS = [
 ]
 
 
-def write_tokenizer(folder: Path, template: str = TEMPLATE) -> Path:
+def write_tokenizer(folder: Path, template: str = TEMPLATE, specials: tuple[str, ...] = SPECIAL) -> Path:
     """The directory of a tokenizer that merges across words, so that cutting text in a wrong place changes ids."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -57,7 +57,7 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE) -> Path:
         vocab_size=400, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (folder / "chat_template.jinja").write_text(template)
