@@ -135,7 +135,9 @@ class AgentShell(Shell):
             await self._engine.close()
         self._engine = EngineClient(url, admin_key=self._keys.admin)
         await self._serving(self._engine)
-        await self._engine.probe(need_release=(self._config.engine.kind, self._config.engine.device) != ("sglang", "cpu"))
+        await self._engine.probe(
+            need_release=(self._config.engine.kind, self._config.engine.device) != ("sglang", "cpu")
+        )
         self.post(c.ChildUp(child="engine", version=version, url=url))
 
     async def _start_sglang(self, folder: Path, version: str, seed: int) -> str:
