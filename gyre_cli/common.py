@@ -146,7 +146,7 @@ def print_tables(rows: list[dict[str, Any]], hidden: tuple[str, ...] = ()) -> No
         if len(shown) == 1 and len(shown[0]) > 6:
             _print_facts(shown[0])
         else:
-            _print_table(shown)
+            print_table(shown)
 
 
 def _print_facts(row: dict[str, Any]) -> None:
@@ -156,7 +156,8 @@ def _print_facts(row: dict[str, Any]) -> None:
     click.echo()
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Aligned columns under their names, also for a single row."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[plain(row.get(c, "")) for c in columns] for row in rows]
     widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]

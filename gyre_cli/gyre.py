@@ -43,16 +43,17 @@ def main() -> None:
 @click.option(
     "--grace-s",
     type=click.IntRange(60, 65535),
-    default=600,
+    default=180,
     show_default=True,
-    help="How long before the time limit the run is told to save.",
+    help="Slurm's warning before the time limit, should gyre's own clock fail.",
 )
 @click.option("--partition", default="", help="Partition (default: the site's, or one with GPUs).")
 @click.option("--account", default="", help="Account to charge.")
 @click.option("--qos", default="", help="Quality of service.")
 @click.option("--constraint", default="", metavar="LIST", help="Features of nodes; for uneven, counted: a100*2&l40*2.")
 @click.option("--image", default="", metavar="FILE", help="Container image, for apptainer and pyxis.")
-@click.option("--executors", type=click.IntRange(1), default=1, show_default=True, help="Array size, for executors.")
+@click.option("--executors", type=click.IntRange(1), default=1, show_default=True, help="Executor processes.")
+@click.option("--executor-partition", default="", help="Partition of the executors' own jobs (default: beside gyre).")
 @click.option("--sbatch", "more", multiple=True, metavar="OPTION", help="A further header, such as --exclusive.")
 @click.option("--force", is_flag=True, help="Replace an existing job script; the old one is kept beside it.")
 @guarded
@@ -80,8 +81,8 @@ def init(path: Path, force: bool, **wishes: Any) -> None:
 def up(config_file: Path, run_dir: str, here: bool) -> None:
     """Start all daemons of a run and stay until it is done; INT or TERM stops it, `gyre up` again goes on.
 
-    In a Slurm job: one celld step per cell on the job's nodes, everything else beside the batch script. Near its end the
-    job saves and requeues itself.
+    In a Slurm job: one celld step per cell on the job's nodes, everything else beside the batch script. Near its end
+    the job saves and requeues itself.
     """
     from gyre_base.allocation import Allocation
     from gyre_cli import quickstart, runs
@@ -137,7 +138,7 @@ def status(run_dir: str | None, as_json: bool) -> None:
     if as_json:
         common.print_json(found)
     elif found:
-        common.print_tables(listing.for_people(found))
+        common.print_table(listing.for_people(found))
     else:
         click.echo(
             "no runs yet; `gyre quickstart` makes one here, `gyre init` and `gyre submit` on a cluster", err=True
@@ -173,6 +174,32 @@ def report(run_dir: str | None, as_json: bool) -> None:
         common.fail(f"{path} is not there: the run is not done; see `gyre status`", common.NO)
     summary = orjson.loads(path.read_bytes())
     common.print_json([summary]) if as_json else quickstart.print_summary(summary)
+
+
+@main.command()
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs are to live (default: .).")
+@click.option(
+    "--config", "config_file", default="gyre.toml", show_default=True, type=click.Path(dir_okay=False, path_type=Path)
+)
+@click.option("--nodes", type=click.IntRange(0), default=0, help="Ask Slurm for so many nodes for a minute.")
+@click.option("--partition", default="", help="Partition of these nodes; its settings are looked at too.")
+@click.option("--account", default="", help="Account to charge.")
+@click.option("--gpus", type=click.IntRange(0), default=0, help="GPUs per node to ask for and look at.")
+@click.option("--job", default="", metavar="ID", help="Look at the nodes of this running job of yours.")
+@json_option
+@guarded
+def doctor(folder: Path | None, config_file: Path, as_json: bool, **where: Any) -> None:
+    """Check this machine, Slurm's settings and the nodes, and say what to do; exit 1 if something would not work.
+
+    Inside an allocation its nodes are looked at; outside, those of --job, or --nodes new ones.
+    """
+    from gyre_cli import doctor as physician
+    from gyre_cli import findings
+
+    found = physician.examine((folder or Path()).resolve(), config_file, physician.Where(**where))
+    findings.show(found, as_json=as_json)
+    click.echo(findings.summary(found), err=True)
+    raise SystemExit(common.NO if findings.failed(found) else 0)
 
 
 @main.command()

@@ -38,6 +38,7 @@ class Wishes:
     constraint: str
     image: str
     executors: int
+    executor_partition: str
     more: tuple[str, ...]
 
 
@@ -154,6 +155,10 @@ def chosen(wishes: Wishes, found: Partition | None, folder: Path) -> dict[str, A
         out["cluster.cells"] = 2 if gpus else 3
     elif wishes.template != "executors":
         out["cluster.cells"] = wishes.nodes or 2
+    if wishes.executors > 1:
+        out["cluster.executors"] = wishes.executors
+    if wishes.executor_partition:
+        out["cluster.executor_partition"] = wishes.executor_partition
     image = str((folder / (wishes.image or CONTAINERS.get(wishes.template, ""))).resolve())
     if wishes.template == "apptainer":
         out["cluster.python"] = ("apptainer", "exec", "--nv", image, "python3")

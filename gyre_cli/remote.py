@@ -7,6 +7,7 @@ a word on stderr says which way it went.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from gyre_cli import common, registry, slurm
 INSIDE = "GYRE_INSIDE_JOB"  # set in the step: it does not try again
 PROBE_S = 1.0
 STEP_S = 60.0  # a step that does not start by then waits for a node that is gone
+ENDED = re.compile(r"srun: error: .*Exited with exit code \d+")  # said by our exit code too
 FOLLOWS = ("--watch", "--follow", "-f", "top")  # commands that go on until interrupted
 
 
@@ -95,7 +97,7 @@ def ask(line: list[str], environment: dict[str, str]) -> int:
         click.echo(f"error: the step inside the job gave no answer within {STEP_S:g} s", err=True)
         return common.NO_ANSWER
     click.echo(done.stdout, nl=False)
-    click.echo(done.stderr, nl=False, err=True)
+    click.echo("".join(line for line in done.stderr.splitlines(True) if not ENDED.search(line)), nl=False, err=True)
     lost = "srun: error" in done.stderr and not done.stdout
     return common.NO_ANSWER if lost and done.returncode in (0, 1) else done.returncode
 

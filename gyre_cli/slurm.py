@@ -161,10 +161,13 @@ def partitions() -> dict[str, dict[str, str]]:
     return {record["PartitionName"]: record for record in records if "PartitionName" in record}
 
 
-def step(job_id: str, command: list[str], *, nodes: int = 1, options: tuple[str, ...] = ()) -> list[str]:
-    """The srun line that runs `command` once on each of `nodes` nodes inside a running job, beside all that runs there.
+def step(
+    job_id: str, command: list[str], *, nodes: int = 1, options: tuple[str, ...] = (), gpus: bool = False
+) -> list[str]:
+    """The srun line that runs `command` once on each of `nodes` nodes inside a running job, beside all that runs there;
+    with `gpus` it sees those of the job.
 
     Everything is said: what srun is not told it takes from the environment or from the job.
     """
     words = ["srun", f"--jobid={job_id}", "--overlap", f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1"]
-    return [*words, "-c1", "--gres=none", "--mpi=none", "--quiet", *options, *command]
+    return [*words, "-c1", *([] if gpus else ["--gres=none"]), "--mpi=none", "--quiet", *options, *command]

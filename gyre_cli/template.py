@@ -43,7 +43,7 @@ def _comments(cls: type) -> dict[str, str]:
     out = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            _, _, comment = lines[node.lineno - 1].partition("  # ")
+            _, _, comment = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")
             out[node.target.id] = comment
     return out
 
