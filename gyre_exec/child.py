@@ -29,6 +29,7 @@ SWEEP_ROUNDS = 50
 SWEEP_EVERY_S = 0.02
 POLL_S = 0.05
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
+Tree = Mapping[int, list[int]]  # the children of every process
 RUNNING: dict[int, Child] = {}  # everything that this process has started and not reaped
 
 
@@ -90,18 +91,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
-    def warn(self) -> None:
+    def warn(self, tree: Tree | None = None) -> None:
         """TERM: to the whole group, or to all that runs within the walls (the walls would fall at once)."""
         if not self.walled:
             self.signal(signal.SIGTERM)
             return
-        for pid in inmates(self.pid):
+        for pid in inmates(self.pid, tree):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
 
-    def kill(self) -> None:
-        """KILL to the group; within walls the first process of the namespace takes all others along."""
-        below = descendants(self.pid) if self.walled else []
+    def kill(self, tree: Tree | None = None) -> None:
+        """KILL to the group and to what left it; the first process within walls takes all others along."""
+        below = descendants(self.pid, tree)
         self.signal(signal.SIGKILL)
         for pid in below:
             with contextlib.suppress(OSError):
@@ -222,18 +223,9 @@ def become_subreaper() -> None:
 
 def sweep_orphans(marker: bytes) -> bool:
     """Reap the dead ones, kill those that carry `marker`. True if some were killed, so a further look is due."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
-            children = [int(p) for p in file.read().split()]
-    except OSError:
-        return False
     killed = False
-    for pid in children:
-        if pid in RUNNING or pid == GUARD.pid:
-            continue
+    for pid in reap():
         try:
-            if os.waitpid(pid, os.WNOHANG)[0] == pid:
-                continue
             with open(f"/proc/{pid}/environ", "rb") as file:
                 environment = file.read()
             if marker in environment:
@@ -244,24 +236,50 @@ def sweep_orphans(marker: bytes) -> bool:
     return killed
 
 
-def descendants(pid: int) -> list[int]:
+def reap() -> list[int]:
+    """What came to us when its parent ended: the dead are reaped, the living named."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
+            ours = [int(p) for p in file.read().split()]
+    except OSError:
+        return []
+    living = []
+    for pid in ours:
+        if pid not in RUNNING and pid != GUARD.pid:
+            with contextlib.suppress(OSError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    living.append(pid)
+    return living
+
+
+def process_tree() -> dict[int, list[int]]:
+    """The children of every process. By parent as the kernel tells it: a list per thread would miss some."""
+    tree: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - once for a thousand names
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+            tree.setdefault(parent, []).append(int(name))
+    return tree
+
+
+def descendants(pid: int, tree: Tree | None = None) -> list[int]:
     """Every process below `pid`, parents first."""
+    tree = process_tree() if tree is None else tree
     found, at = [pid], 0
     while at < len(found):
-        try:
-            with open(f"/proc/{found[at]}/task/{found[at]}/children", "rb") as file:
-                found += [int(p) for p in file.read().split()]
-        except OSError:
-            pass
+        found += tree.get(found[at], ())
         at += 1
     return found[1:]
 
 
-def inmates(pid: int) -> list[int]:
+def inmates(pid: int, tree: Tree | None = None) -> list[int]:
     """Those below `pid` in a process namespace deeper than ours, but for the first of that: it keeps the others."""
-    return [
-        p for p in descendants(pid) if len(numbers := _numbers(p)) > len(_numbers(os.getpid())) and numbers[-1] != 1
-    ]
+    depth = len(_numbers(os.getpid()))
+    return [p for p in descendants(pid, tree) if len(numbers := _numbers(p)) > depth and numbers[-1] != 1]
 
 
 def _numbers(pid: int) -> list[int]:
@@ -317,16 +335,21 @@ GUARD = Guard()
 
 
 async def kill_all(grace_s: float) -> None:
-    """Every group: TERM, a grace, KILL; returns when all are reaped."""
+    """Every child: TERM, a grace, KILL; returns when all are reaped. Whatever came to us from them goes too."""
     children = list(RUNNING.values())
-    for child in children:
-        child.warn()
     if children:
+        tree = process_tree()
+        for child in children:
+            child.warn(tree)
         await asyncio.wait([c.exited for c in children], timeout=grace_s)
-    for child in children:
-        child.kill()
-    if children:
+        tree = process_tree()
+        for child in children:
+            if not child.exited.done():
+                child.kill(tree)
         await asyncio.wait([c.exited for c in children], timeout=5.0)
+    for pid in reap():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # ---- what an earlier life left ------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The lives of executions: ordered -> prepared -> running -> ended or time up -> scored -> reported -> noted.
 
 Pure. Owns concurrency, clocks, retries of evaluators and the typing of outcomes; never touches a process or a file.
+Three clocks: the harness's limit (its task's own if shorter), which moves by what the infrastructure made it wait; the
+overall limit, which does not move, and when it ends a harness that had time left the failure is ours; the evaluator's.
 Invariants (`check`): at most `slots` harnesses and `evaluators` evaluators at once; an execution leaves only when
 cellctl has noted its outcome; a failure of ours never becomes a score.
 """
@@ -59,6 +61,7 @@ class Limits:
     evaluators: int = 2  # evaluator processes at once
     evaluator_retries: int = 1  # further tries after a crash or rubbish
     grace_s: float = 3.0  # between TERM and KILL
+    overall_limit_s: float = 86_400.0  # from the start of the harness, waits included
     resend_s: float = 5.0  # outcome said again until noted
     open_call_s: float = 60.0  # a call open at the limit is waited for at most so long: only its answer tells its wait
 
@@ -69,9 +72,12 @@ class Held:
 
     order: m.ExecutionOrder
     state: State = State.QUEUED
+    limit_s: float = 0.0  # of the harness: the run's or the task's own, whichever is shorter
     started_at: float = 0.0
     wall_s: float = 0.0
     time_up: bool = False
+    quota: str = ""  # why it was ended although it had time left
+    overdue: str = ""  # why it was ended although its own time was not up
     cancelled: str | None = None
     end: e.HarnessEnded | None = None
     tries: int = 0
@@ -113,6 +119,8 @@ class ExecutorCore:
                 self._tick(now)
             case e.ClockRead():
                 self._clock(event, now)
+            case e.OverQuota():
+                self._over_quota(event, now)
             case e.Prepared() | e.Started() | e.Broken() | e.HarnessEnded() | e.Evaluated():
                 self._progress(event, self._expected(event), now)
             case _:
@@ -131,7 +139,7 @@ class ExecutorCore:
     def _progress(self, event: Any, held: Held, now: float) -> None:
         match event:
             case e.Prepared():
-                self._prepared(held, now)
+                self._prepared(held, event, now)
             case e.Started():
                 self._started(held, now)
             case e.Broken():
@@ -202,17 +210,18 @@ class ExecutorCore:
         held.story.append(to.value)
         self._due.pop(held.order.execution, None)
 
-    def _prepared(self, held: Held, now: float) -> None:
+    def _prepared(self, held: Held, event: e.Prepared, now: float) -> None:
         if held.cancelled is not None:
             self._report(held, Outcome.CANCELLED, now, error=held.cancelled)
             return
+        held.limit_s = min(held.order.limit_s, event.limit_s or held.order.limit_s)
         self._move(held, State.STARTING)
         self._out.append(e.Start(execution=held.order.execution))
 
     def _started(self, held: Held, now: float) -> None:
         self._move(held, State.RUNNING)
         held.started_at = now
-        self._due[held.order.execution] = now + held.order.limit_s
+        self._due[held.order.execution] = now + min(held.limit_s, self.limits.overall_limit_s)
         if held.cancelled is not None:
             self._stop(held, now)
 
@@ -226,14 +235,24 @@ class ExecutorCore:
         held = self.held.get(event.execution)
         if held is None or held.state is not State.RUNNING:
             return  # it ended while the relay was asked
-        limit = held.started_at + held.order.limit_s + event.waited_s
-        patience = min(self.limits.open_call_s, held.order.limit_s)
-        if now < limit:
-            self._due[event.execution] = limit
+        limit = held.started_at + held.limit_s + event.waited_s
+        overall = held.started_at + self.limits.overall_limit_s
+        patience = min(self.limits.open_call_s, held.limit_s)
+        if overall <= now < limit:
+            held.overdue = f"after {now - held.started_at:.0f} s, {event.waited_s:.0f} s of them waiting for us"
+            self._stop(held, now)
+        elif now < limit:
+            self._due[event.execution] = min(limit, overall)
         elif event.call_open and now < limit + patience:
             self._due[event.execution] = now + min(1.0, patience / 4)
         else:
             held.time_up = True
+            self._stop(held, now)
+
+    def _over_quota(self, event: e.OverQuota, now: float) -> None:
+        held = self.held.get(event.execution)
+        if held is not None and held.state is State.RUNNING:
+            held.time_up, held.quota = True, event.why
             self._stop(held, now)
 
     def _ended(self, held: Held, event: e.HarnessEnded, now: float) -> None:
@@ -241,6 +260,9 @@ class ExecutorCore:
         held.wall_s = now - held.started_at
         if held.cancelled is not None:
             self._report(held, Outcome.CANCELLED, now, error=held.cancelled)
+            return
+        if held.overdue:
+            self._report(held, Outcome.INFRA_FAILED, now, error=f"the overall limit ended it {held.overdue}")
             return
         fault = None if held.time_up else fault_of_ours(event)
         if fault is not None:
@@ -283,7 +305,7 @@ class ExecutorCore:
             parts=verdict.parts if verdict and outcome.counts else {},
             evaluator=verdict.evaluator if verdict else "",
             evaluator_version=verdict.version if verdict else "",
-            error=(verdict.error if verdict else error)[:ERROR_CHARS],
+            error=((verdict.error if verdict else error) or held.quota)[:ERROR_CHARS],
             exit_code=end.exit_code if held.end else None,
             wall_s=round(held.wall_s, 4),
             waited_s=round(end.waited_s, 4),

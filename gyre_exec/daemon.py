@@ -17,8 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from gyre_base import bus, config, daemon, wire
 from gyre_base import messages as m
 from gyre_base.journal import Journal
@@ -29,10 +27,11 @@ from gyre_base.vocabulary import Outcome, Purpose
 from gyre_exec import child as children
 from gyre_exec import events as e
 from gyre_exec import keeping
-from gyre_exec.core import ExecutorCore, Limits
+from gyre_exec.core import ExecutorCore, Held, Limits
 from gyre_exec.evaluator import evaluate
 from gyre_exec.fields import TaskError
 from gyre_exec.harness import Adapter, Launch, adapter_for
+from gyre_exec.quota import Watch, Watched
 from gyre_exec.relay import Relay
 from gyre_exec.tasks import Task, from_order
 from gyre_exec.upstream import Address, Upstream, address_of
@@ -55,7 +54,13 @@ class Executor(daemon.Shell):
         self, run: RunDir, settings: config.Config, keys: Keys, name: str, life: int, adapter: Adapter
     ) -> None:
         slots = settings.tasks.concurrent_per_executor
-        limits = Limits(slots=slots, evaluators=max(2, os.cpu_count() or 2), open_call_s=settings.tasks.open_call_s)
+        limits = Limits(
+            slots=slots,
+            evaluators=max(2, os.cpu_count() or 2),
+            open_call_s=settings.tasks.open_call_s,
+            grace_s=settings.tasks.grace_s,
+            overall_limit_s=settings.tasks.overall_limit_s,
+        )
         core = ExecutorCore(limits)
         super().__init__(core, Journal(run.path("journal", f"{name}.jsonl")))
         self.run_dir, self.settings, self.keys, self.name, self.life = run, settings, keys, name, life
@@ -71,6 +76,13 @@ class Executor(daemon.Shell):
         self._kind = kinds()[settings.tasks.workspace]
         self._places = places_of(settings.tasks)
         self._printed = settings.tasks.printed_mib << 20
+        self._watch = Watch(
+            disk_bytes=settings.tasks.disk_mib << 20,
+            processes=settings.tasks.processes,
+            running=self._running,
+            over=lambda name, why: self.post(e.OverQuota(execution=name, why=why)),
+            root=run.path("executions"),
+        )
         self._server_seen: tuple[str, int] | None = None
         self._proxy_seen: tuple[str, int] | None = None
 
@@ -108,7 +120,7 @@ class Executor(daemon.Shell):
             place = self._workspaces[name] = self._kind(self.folder(name), self._places)
             if sum(map(len, task.workspace.values())) <= SMALL_BYTES and not task.container:
                 place.prepare(task)
-                self.post(e.Prepared(execution=name))
+                self.post(e.Prepared(execution=name, limit_s=task.limit_s))
             else:
                 self.spawn(self._prepare_beside(name, place, task))
         except (TaskError, WorkspaceError) as error:
@@ -120,7 +132,7 @@ class Executor(daemon.Shell):
         except WorkspaceError as error:
             self._broken(name, error)
         else:
-            self.post(e.Prepared(execution=name))
+            self.post(e.Prepared(execution=name, limit_s=task.limit_s))
 
     def _broken(self, name: str, error: Exception) -> None:
         outcome = Outcome.UNSCORED if isinstance(error, TaskError) else Outcome.INFRA_FAILED
@@ -199,6 +211,9 @@ class Executor(daemon.Shell):
                 theirs.close()
         if ours is not None:
             self.spawn(self._adopt(name, ours))
+        if not line.walled:  # walls have set their own
+            with contextlib.suppress(OSError, ValueError):
+                resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (self._watch.disk_bytes, self._watch.disk_bytes))
         return child, err
 
     async def _adopt(self, name: str, line: socket.socket) -> None:
@@ -209,6 +224,10 @@ class Executor(daemon.Shell):
             _, descriptors, _, _ = socket.recv_fds(line, 1, 1)
         for descriptor in descriptors:
             await self.relay.adopt(name, socket.socket(fileno=descriptor))
+
+    def _running(self) -> list[Watched]:
+        places = self._workspaces
+        return [Watched(n, child.pid, (places[n].root, places[n].harness)) for n, child in self._children.items()]
 
     def _stop(self, name: str, now: bool) -> None:
         child = self._children.get(name)
@@ -363,10 +382,17 @@ class Executor(daemon.Shell):
                 "running_s": round(now - held.started_at, 1)
                 if held.started_at and held.outcome is None
                 else held.wall_s,
-                "limit_s": held.order.limit_s,
+                "limit_s": held.limit_s or held.order.limit_s,
+                "waited_s": round(self._waited_s(name, held), 1),
             }
             for name, held in self.core.held.items()
         ]
+
+    def _waited_s(self, name: str, held: Held) -> float:
+        """What the infrastructure has cost it so far: its limit moves by as much."""
+        if held.end is not None:
+            return held.end.waited_s
+        return self.relay.clock(name)[0] if name in self._children else 0.0
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -382,7 +408,7 @@ class Executor(daemon.Shell):
         server = bus.Server(self.run_dir, self.keys, kind="executor", name=self.name, life=self.life, bind=bind)
         server.start()
         daemon.stop_on_signals(self.stopping)
-        for work in (self._clean(), self._keep_in_touch(), self._listen(), self._answer(server)):
+        for work in (self._watch.run(), self._clean(), self._keep_in_touch(), self._listen(), self._answer(server)):
             self.spawn(work)
         try:
             await self.run()

@@ -15,9 +15,10 @@ from gyre_base.vocabulary import Outcome
 
 @message("exec.prepared")
 class Prepared:
-    """The workspace stands."""
+    """The workspace stands. `limit_s` is the task's own limit for the harness, if it has one."""
 
     execution: str
+    limit_s: float | None = None
 
 
 @message("exec.started")
@@ -44,6 +45,14 @@ class ClockRead:
     execution: str
     waited_s: float
     call_open: bool
+
+
+@message("exec.quota")
+class OverQuota:
+    """Its disk or its processes are more than the run allows. `why` says what and how much."""
+
+    execution: str
+    why: str
 
 
 @message("exec.ended")
@@ -100,7 +109,7 @@ class ReadClock:
 
 @message("exec.stop")
 class StopHarness:
-    """Signal the whole process group: TERM, or KILL if `now`."""
+    """Warn all its processes (TERM), or end them all if `now`."""
 
     execution: str
     now: bool

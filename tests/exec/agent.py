@@ -3,7 +3,7 @@
 call TEXT | stream TEXT | write PATH TEXT | sleep S | print MIB | exit CODE | fork (a child that ignores TERM) |
 escape (a child in a session of its own) | stubborn (ignore TERM) | env PATH (write the environment as JSON) | raise
 say stdout|stderr|transcript TEXT | link-transcript PATH | warned PATH (on TERM write it and end) | fill PATH MIB |
-swarm N (children that sleep) | look PATH (what can be seen from here, as JSON)
+grow PATH MIB (one file) | swarm N (children that sleep) | look PATH (what can be seen from here, as JSON)
 """
 
 import http.client
@@ -54,7 +54,7 @@ def look() -> dict[str, object]:
     found = []
     for folder, folders, files in os.walk("/"):
         folders[:] = [f for f in folders if f"{folder.rstrip('/')}/{f}" not in ("/proc", "/sys", "/usr", "/dev")]
-        found += [os.path.join(folder, name) for name in files]
+        found += [f"{folder.rstrip('/')}/{name}" for name in files]
     reached = []
     for address in (("127.0.0.1", 22), ("192.0.2.1", 80)):
         try:
@@ -65,12 +65,12 @@ def look() -> dict[str, object]:
     writable = [p for p in ("/", "/usr", "/etc", "/dev", "/opt") if os.access(p, os.W_OK)]
     return {
         "files": found,
-        "processes": sorted(int(p) for p in os.listdir("/proc") if p.isdigit()),
+        "processes": sorted(int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()),
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "reached": reached,
         "writable": writable,
         "uid": os.getuid(),
-        "cwd": os.getcwd(),
+        "cwd": str(Path.cwd()),
         "environment": dict(os.environ),
     }
 
@@ -101,11 +101,15 @@ def main() -> None:
         elif step == "say":
             say(*arguments)
         elif step == "link-transcript":
-            os.symlink(arguments[0], os.environ["TRANSCRIPT"])
+            Path(os.environ["TRANSCRIPT"]).symlink_to(arguments[0])
         elif step == "warned":
             signal.signal(signal.SIGTERM, lambda *_, path=arguments[0]: (Path(path).write_text("warned"), sys.exit(0)))
         elif step == "fill":
             fill(*arguments)
+        elif step == "grow":
+            with open(arguments[0], "wb") as file:
+                for _ in range(arguments[1]):
+                    file.write(b"x" * (1 << 20))
         elif step == "swarm":
             for _ in range(arguments[0]):
                 subprocess.Popen(["/bin/sleep", "600"])

@@ -29,9 +29,9 @@ def scored(name: str, score: float = 0.5) -> e.Evaluated:
     return e.Evaluated(execution=name, verdict="scored", score=score, parts={"a": score}, evaluator="j", version="v")
 
 
-def running(name: str = "x", limit_s: float = 100.0, slots: int = 4) -> ExecutorCore:
+def running(name: str = "x", limit_s: float = 100.0, **limits: Any) -> ExecutorCore:
     """A core with one execution that runs since 0."""
-    core = ExecutorCore(Limits(slots=slots))
+    core = ExecutorCore(Limits(**{"slots": 4, **limits}))
     core.handle(order(name, limit_s), 0.0)
     core.handle(e.Prepared(execution=name), 0.0)
     core.handle(e.Started(execution=name, pid=1), 0.0)
@@ -97,6 +97,51 @@ def test_at_the_limit_waits_are_credited_then_term_then_kill_then_partial() -> N
     assert core.handle(Tick(), 17.0) == [e.StopHarness(execution="x", now=True), WakeAt(at=20.0)]
     assert core.handle(ended("x", -9), 17.1) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
     assert outcome_in(core.handle(scored("x"), 18.0)).outcome is Outcome.PARTIAL
+
+
+@pytest.mark.parametrize(("own_s", "due"), [(None, 10.0), (4.0, 4.0), (99.0, 10.0)])
+def test_a_tasks_own_limit_holds_if_it_is_shorter(own_s: float | None, due: float) -> None:
+    core = ExecutorCore(Limits(slots=1))
+    core.handle(order("x", 10.0), 0.0)
+    core.handle(e.Prepared(execution="x", limit_s=own_s), 0.0)
+    assert core.handle(e.Started(execution="x", pid=1), 0.0) == [WakeAt(at=due)]
+    clock = e.ClockRead(execution="x", waited_s=0.0, call_open=False)
+    core.handle(Tick(), due)
+    assert core.handle(clock, due)[0] == e.StopHarness(execution="x", now=False)
+
+
+def test_the_overall_limit_does_not_move_and_what_it_ends_with_time_left_is_our_failure() -> None:
+    core = running(limit_s=10.0, overall_limit_s=25.0)
+    core.handle(Tick(), 10.0)
+    core.handle(e.ClockRead(execution="x", waited_s=8.0, call_open=False), 10.0)
+    assert core._due == {"x": 18.0}
+    core.handle(Tick(), 18.0)
+    core.handle(e.ClockRead(execution="x", waited_s=16.0, call_open=True), 18.0)
+    assert core._due == {"x": 25.0}
+    core.handle(Tick(), 25.0)
+    stop = core.handle(e.ClockRead(execution="x", waited_s=23.0, call_open=True), 25.0)
+    assert stop[0] == e.StopHarness(execution="x", now=False)
+    finished = outcome_in(core.handle(ended("x", -15, waited_s=23.0), 26.0))
+    assert (finished.outcome, finished.score, finished.waited_s) == (Outcome.INFRA_FAILED, None, 23.0)
+    assert "overall limit ended it after 25 s, 23 s of them waiting for us" in finished.error
+
+
+def test_a_harness_that_used_its_time_is_measured_although_the_overall_limit_came_too() -> None:
+    core = running(limit_s=10.0, overall_limit_s=10.0)
+    core.handle(Tick(), 10.0)
+    core.handle(e.ClockRead(execution="x", waited_s=0.0, call_open=False), 10.0)
+    assert core.handle(ended("x", -15), 11.0) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
+
+
+def test_more_than_its_quota_ends_it_and_what_is_there_is_scored() -> None:
+    core = running()
+    over = e.OverQuota(execution="x", why="9 MiB on disk")
+    assert core.handle(over, 5.0)[0] == e.StopHarness(execution="x", now=False)
+    assert core.handle(over, 5.1) == [] == core.handle(e.OverQuota(execution="gone", why=""), 5.1)
+    assert core.handle(ended("x", -25), 6.0) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
+    assert core.handle(over, 6.1) == []
+    finished = outcome_in(core.handle(scored("x"), 7.0))
+    assert (finished.outcome, finished.score, finished.error) == (Outcome.PARTIAL, 0.5, "9 MiB on disk")
 
 
 def test_a_call_that_is_open_at_the_limit_is_waited_for_but_not_for_ever() -> None:
@@ -193,7 +238,8 @@ class Executions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = ExecutorCore(Limits(slots=2, evaluators=1, grace_s=1.0, resend_s=2.0))
+        limits = Limits(slots=2, evaluators=1, grace_s=1.0, resend_s=2.0, overall_limit_s=6.0)
+        self.core = ExecutorCore(limits)
         self.now = 0.0
         self.alarms: list[float] = []
         self.to_do: list[Any] = []
@@ -264,6 +310,10 @@ class Executions(RuleBasedStateMachine):
         held = self.core.held.get(f"e{number}")
         if held is not None and held.state in (State.RUNNING, State.STOPPING):
             self.tell(ended(f"e{number}", code))
+
+    @rule(number=st.integers(0, 6))
+    def takes_too_much(self, number: int) -> None:
+        self.tell(e.OverQuota(execution=f"e{number}", why="9 MiB on disk"))
 
     @rule(step=st.floats(0.01, 3.0))
     def time_passes(self, step: float) -> None:
