@@ -10,6 +10,7 @@ Unix socket, or one in the sandbox's own network.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -126,6 +127,7 @@ class Relay:
         self._limits = limits or RelayLimits()
         self._accounts: dict[str, Account] = {}
         self._server: asyncio.Server | None = None
+        self._goodbyes: set[asyncio.Task[None]] = set()
         self._connections: set[Downstream] = set()
         self._now: Callable[[], float] = lambda: 0.0
         self.port = 0
@@ -214,6 +216,8 @@ class Relay:
             self._server.close()
         for connection in list(self._connections):
             connection.abort()
+        for task in list(self._goodbyes):
+            task.cancel()
         self._upstream.close()
 
     # ---- a request comes in ---------------------------------------------------------------------------------------
@@ -367,9 +371,24 @@ class Relay:
             asyncio.get_running_loop().call_later(self._limits.orphan_s, self._drop_orphan, call)
 
     def _drop_orphan(self, call: Call) -> None:
-        if not any(w.alive for w in call.waiters):
-            call.stop()
-            self._drop(call)
+        if any(w.alive for w in call.waiters) or call.account.closed:
+            return
+        unanswered = call.answer is None
+        call.stop()
+        self._drop(call)
+        if unanswered:
+            task = asyncio.get_running_loop().create_task(self._give_up(call))
+            self._goodbyes.add(task)
+            task.add_done_callback(self._goodbyes.discard)
+
+    async def _give_up(self, call: Call) -> None:
+        """Tell proxyd that nobody will come for this call, so that it need not wait for us in turn."""
+        head = [(k, v) for k, v in call.request.headers if k in (b"authorization", b"x-api-key")]
+        target = f"/x/{call.account.execution}/calls/{call.id}".encode()
+        with contextlib.suppress(Broken):
+            await self._upstream.exchange(
+                http1.request(b"DELETE", target, [(b"host", b"proxyd"), *head], b""), is_head=False
+            )
 
     def _drop(self, call: Call) -> None:
         calls = call.account.open.get(call.key, [])

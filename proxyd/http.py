@@ -49,6 +49,7 @@ class Front:
         for path, dialect in dialects.items():
             app.router.add_post("/x/{execution}" + path, self._calls(dialect))
         app.router.add_post("/x/{execution}/v1/messages/count_tokens", self._guarded(self._count_tokens))
+        app.router.add_delete("/x/{execution}/calls/{call}", self._guarded(self._given_up))
         app.router.add_get("/x/{execution}/v1/models", self._guarded(self._models))
         app.router.add_get("/x/{execution}/v1/models/{model:.+}", self._guarded(self._model))
         app.router.add_get("/x/{execution}/api/hello", self._guarded(_health))
@@ -132,6 +133,10 @@ class Front:
         except BadRequest as error:
             return _plain(dialect.fail(Failure("bad_request", why=str(error))))
         return web.json_response({"input_tokens": self._service.count(http.match_info["execution"], request)})
+
+    async def _given_up(self, http: web.Request) -> web.StreamResponse:
+        self._service.given_up(http.match_info["execution"], http.match_info["call"])
+        return web.Response(status=204)
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         return _plain(models(self._served_name))

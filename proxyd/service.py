@@ -27,7 +27,7 @@ from proxyd.records import Facts, Progress, call_record, relabel_note
 from proxyd.stream import Sampled, join_spans
 
 log = logging.getLogger(__name__)
-DROP_AFTER_S = 60.0  # a call for which nobody has waited this long is aborted
+DROP_AFTER_S = 60.0  # a call for which nobody has waited this long is aborted; its relay may have been cut off
 TAIL = 200  # finished calls kept for `proxyd tail`
 
 
@@ -56,6 +56,7 @@ class Open:
     temperature: float = 1.0
     running: Running | None = None
     waiters: int = 0
+    grace_s: float = DROP_AFTER_S
 
     @property
     def key(self) -> str:
@@ -143,7 +144,14 @@ class Service:
         finally:
             opened.waiters -= 1
             if not opened.waiters and not opened.answer.done():
-                asyncio.get_running_loop().call_later(DROP_AFTER_S, self._drop, opened)
+                asyncio.get_running_loop().call_later(opened.grace_s, self._drop, opened)
+
+    def given_up(self, execution: str, call: str) -> None:
+        """The relay says that nobody will come for this call any more."""
+        opened = self.open.get(f"{execution}:{call}")
+        if opened is not None:
+            opened.grace_s = 0.0
+            self._drop(opened)
 
     def _drop(self, opened: Open) -> None:
         if not opened.waiters and not opened.answer.done() and opened.key in self.open:
