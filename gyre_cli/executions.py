@@ -1,4 +1,4 @@
-"""gyre show, gyre rescore: executions of a run, one by one and measured anew."""
+"""gyre exec, gyre show, gyre rescore: executions run, looked at one by one, and measured anew."""
 
 from __future__ import annotations
 
@@ -57,3 +57,67 @@ def rescore(run_dir: str, evaluator: str, workers: int | None, limit: int | None
     from gyre_cli import rescoring
 
     raise SystemExit(rescoring.run(run_dir, evaluator, workers, limit, as_json))
+
+
+@click.command("exec")
+@click.option("--name", help="Serve a run as this executor, such as ex0, until TERM.")
+@click.option("--pool", is_flag=True, help="Keep as many executors as the run's work needs, until TERM.")
+@click.option("--task", metavar="PATH[:ID]", help="Run one execution of this task and print its outcome.")
+@click.option(
+    "--harness", default="", metavar="NAME", help="With --task: which harness; its command follows after `--`."
+)
+@click.option(
+    "--script", type=click.Path(dir_okay=False, exists=True, path_type=Path), help="The model's answers, JSON."
+)
+@click.option("--config", "config_file", type=click.Path(dir_okay=False, exists=True, path_type=Path))
+@click.option("--workspace", help="plain, bwrap, apptainer or pyxis (default: the configuration's).")
+@click.option("--limit", "limit_s", type=click.FloatRange(0.1), metavar="SECONDS", help="Harness limit.")
+@click.argument("command", nargs=-1)
+@run_option
+@json_option
+@guarded
+def execute(
+    name: str | None,
+    pool: bool,
+    task: str | None,
+    harness: str,
+    script: Path | None,
+    config_file: Path | None,
+    workspace: str | None,
+    limit_s: float | None,
+    command: tuple[str, ...],
+    run_dir: str | None,
+    as_json: bool,
+) -> None:
+    """Start harnesses and score what they leave: as an executor of a run, as the pool of them, or one task alone.
+
+    With --task the model is the one that the run --run serves; or a script: --script, or script.json beside the task,
+    behind a proxyd of its own (in --run, default runs/exec). Exit 0 if the outcome counts, 1 if not.
+    """
+    if sum((name is not None, pool, task is not None)) != 1:
+        common.fail("one of --name, --pool and --task says what to do", common.USAGE)
+    if task is not None:
+        from gyre_cli import standalone
+
+        wishes = standalone.Wishes(
+            task=task,
+            harness=harness,
+            command=command,
+            script=script,
+            config_file=config_file,
+            workspace=workspace,
+            limit_s=limit_s,
+            run_dir=run_dir,
+            as_json=as_json,
+        )
+        raise SystemExit(standalone.run(wishes))
+    from gyre_base.daemon import run_main
+
+    root = common.run_root(run_dir)
+    if pool:
+        from gyre_exec.launch import main as keep_pool
+
+        raise SystemExit(keep_pool(["--run", root]))
+    from gyre_exec.daemon import run_executor
+
+    run_main(lambda: run_executor(root, str(name)))

@@ -13,7 +13,7 @@ import click
 
 from gyre_cli import common
 from gyre_cli.common import guarded, json_option, run_option
-from gyre_cli.executions import rescore, show
+from gyre_cli.executions import execute, rescore, show
 from gyre_cli.tasks import tasks
 
 
@@ -263,20 +263,8 @@ def emulate_command(run_dir: str, as_json: bool, seconds_per_hour: float, **opti
     common.print_json([row]) if as_json else common.print_tables([row])
 
 
-@main.command("exec")
-@click.option("--name", required=True, help="Name of this executor, such as ex0.")
-@run_option
-@guarded
-def exec_command(name: str, run_dir: str | None) -> None:
-    """Run one executor until TERM: it starts harnesses and scores what they leave."""
-    from gyre_base.daemon import run_main
-    from gyre_exec.daemon import run_executor
-
-    root = common.run_root(run_dir)
-    run_main(lambda: run_executor(root, name))
-
-
 main.add_command(tasks)
+main.add_command(execute)
 main.add_command(show)
 main.add_command(rescore)
 

@@ -114,7 +114,7 @@ def lines(page: Any, told: Any) -> Iterator[tuple[str, str]]:
 
 
 def instruction(page: Any) -> str:
-    text = str(page.order.get("task", {}).get("instruction", ""))
+    text: str = page.instruction.strip()
     return text if len(text) <= INSTRUCTION_CHARS else f"{text[:INSTRUCTION_CHARS]} …"
 
 

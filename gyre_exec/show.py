@@ -17,7 +17,9 @@ import orjson
 from gyre_base import config as configuration
 from gyre_base.rundir import RunDir
 from gyre_exec import keeping, states
+from gyre_exec.fields import TaskError
 from gyre_exec.story import Story, names, stories
+from gyre_exec.tasks import Task
 
 DIFF_LINES = 400  # of all files together
 FILE_BYTES = 256 << 10  # a larger file is only named
@@ -46,6 +48,7 @@ class Page:
     execution: str
     executor: str
     order: Mapping[str, Any]
+    instruction: str
     outcome: Mapping[str, Any] | None
     clocks: tuple[tuple[str, float | None, str], ...]  # (what, seconds, remark)
     changes: tuple[Changed, ...] | None
@@ -64,13 +67,15 @@ def gather(run: RunDir, execution: str) -> Page:
     outcome = outcome_of(folder, story)
     if story is None and outcome is None:
         raise NoSuchExecution(f"nothing is recorded of {name}: neither a journal nor {folder} tells of it")
-    changes, left_out, state = _changes(run, name, story)
+    task = _task_of(story)
+    changes, left_out, state = _changes(run, name, task)
     return Page(
         execution=name,
         executor=story.executor if story else "",
         order=story.order if story else {},
+        instruction=task.instruction if task else "",
         outcome=outcome,
-        clocks=tuple(clocks(run, story, outcome)),
+        clocks=tuple(clocks(run, story, task, outcome)),
         changes=changes,
         state=state,
         left_out_lines=left_out,
@@ -78,6 +83,14 @@ def gather(run: RunDir, execution: str) -> Page:
         stderr=ending(keeping.read(folder, "stderr")),
         others=tuple(n for n in names(run) if n != name and member_of(n) == member_of(name)),
     )
+
+
+def _task_of(story: Story | None) -> Task | None:
+    """As it was ordered; None if that can't be read any more (a task directory that is gone)."""
+    try:
+        return story.task("") if story else None
+    except TaskError:
+        return None
 
 
 def member_of(execution: str) -> str:
@@ -109,7 +122,7 @@ def outcome_of(folder: Path, story: Story | None) -> dict[str, Any] | None:
 
 
 def clocks(
-    run: RunDir, story: Story | None, outcome: Mapping[str, Any] | None
+    run: RunDir, story: Story | None, task: Task | None, outcome: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, float | None, str]]:
     """Limits beside what was used of them."""
     settings = configuration.from_json(run.path("run.json").read_text()).tasks
@@ -120,8 +133,8 @@ def clocks(
     yield "of it waited for us", waited_s, "credited: the limit moved by as much"
     if story is not None:
         yield from _phases(story)
-    limit_s = order.get("task", {}).get("evaluator", {}).get("timeout_s") or settings.evaluation_limit_s
-    yield "evaluation limit", limit_s, ""
+    limit_s = task.evaluator.timeout_s if task else None
+    yield "evaluation limit", limit_s or settings.evaluation_limit_s, ""
     yield "overall limit", settings.overall_limit_s, "from its start, waits included"
 
 
@@ -149,12 +162,12 @@ def ending(data: bytes) -> str:
 # ---- workspace ----------------------------------------------------------------------------------------------------
 
 
-def _changes(run: RunDir, name: str, story: Story | None) -> tuple[tuple[Changed, ...] | None, int, str]:
+def _changes(run: RunDir, name: str, task: Task | None) -> tuple[tuple[Changed, ...] | None, int, str]:
     kept = states.find(run, name)
     if kept is None:
         why = "not kept: set tasks.snapshots or tasks.keep_workspaces before the run"
         return None, 0, why
-    before = {str(k): str(v) for k, v in (story.order["task"].get("workspace") or {}).items()} if story else {}
+    before = task.workspace if task else {}
     with tempfile.TemporaryDirectory(prefix="gyre-show-") as place:
         target = Path(place) / "state"
         try:
