@@ -1,0 +1,89 @@
+"""What only two real engines with a shared store can show: `make test-sglang`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from celld.tiny.model import TinyQwen3, load
+from celld.weights import Snapshot
+from tests.engine.calls import Caller, joined, logprobs, new_rid
+from tests.engine.test_contract import LONG, prompt, the_end, under_way, worst
+from tests.system.conftest import make_random
+from tests.system.running import RAMBLING, Run, changed
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("GYRE_ENGINE") != "sglang", reason="needs real engines: make test-sglang"),
+    pytest.mark.timeout(900),
+]
+SALT = "0.0"
+
+
+async def test_a_call_that_moves_reads_its_prompt_from_the_store(engine: Caller, other: Caller, reference: TinyQwen3):
+    """Same greedy tokens, logprobs to 1e-5, nine tenths of the prompt not computed again."""
+    ids, rid = prompt(300, seed=21), new_rid()
+    whole = await other.generate(ids, max_new_tokens=LONG, cache_salt="another policy")
+    task = await under_way(engine, ids, rid, cache_salt=SALT)
+    await engine.control.abort(rid)
+    first = await the_end(engine, task)
+    assert first["meta_info"]["finish_reason"]["type"] == "abort"
+    await engine.control.flush(20)  # refused until the store has all of it
+    moved = ids + first["output_ids"]
+    parts = [p async for p in other.chunks(moved, max_new_tokens=LONG - len(first["output_ids"]), cache_salt=SALT)]
+    second = joined(parts)
+    assert first["output_ids"] + second["output_ids"] == whole["output_ids"]
+    drift = torch.tensor(logprobs(first) + logprobs(second)) - torch.tensor(logprobs(whole))
+    assert float(drift.abs().max()) <= 1e-5
+    assert second["meta_info"]["cached_tokens"] >= 0.9 * len(moved)
+    assert second["meta_info"]["cached_tokens_details"]["storage"] >= 0.9 * len(moved)
+
+
+async def test_the_store_gives_nothing_to_another_salt(engine: Caller, other: Caller):
+    ids = prompt(120, seed=22)
+    await engine.generate(ids, cache_salt="0.0")
+    await engine.control.flush(20)
+    assert (await other.generate(ids, cache_salt="0.1"))["meta_info"]["cached_tokens"] == 0
+
+
+async def test_weights_of_the_trainer_are_served_bit_by_bit(engine: Caller, models: tuple[Path, Path], tmp_path: Path):
+    """The first model after a step through megatron, as a snapshot, in an engine: it answers as a plain forward does."""
+    from celld.trainer import cpu
+    from celld.trainer.model import Policy, read_tensors
+
+    cpu.start_parallel()
+    config = json.loads((models[0] / "config.json").read_text())
+    policy = Policy(config)
+    policy.load(read_tensors(models[0]))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    folder = Snapshot.of("0.1", policy.hf_arrays()).write_hf(tmp_path / "0.1", config)
+    before = await engine.control.checksums()
+    await engine.control.update_weights(folder, "0.1")
+    assert await engine.control.checksums() != before
+    ids = prompt(60, seed=23)
+    answer = await engine.generate(ids, temperature=1.0, max_new_tokens=40)
+    assert answer["meta_info"]["weight_versions"] == [{"version": "0.1", "start": 0, "end": 40}]
+    assert worst(load(folder).eval(), ids, answer) <= 1e-4
+
+
+def test_a_run_with_real_engines_trains_and_moves_calls(tmp_path: Path):
+    """All daemons, two cells that turn, real engines with a shared store, real ranks."""
+    model = tmp_path / "model"
+    make_random(model)
+    setting = changed(RAMBLING, cluster__cells=2, engine__kind="sglang", engine__device="cpu", engine__kv_store=True)
+    setting["engine"]["python"] = os.environ["GYRE_SGLANG_PYTHON"]
+    setting["cluster"]["peer_timeout_s"] = 60.0
+    setting["scheduler"]["steps"] = 2
+    with Run(tmp_path, model, setting) as run:
+        summary = run.start().finish(800)
+    assert summary["steps"] == 2
+    assert summary["executions_interrupted"] == 0
+    assert summary["context_mismatches"] == 0
+    assert summary["tokens_trained_twice"] == 0
+    assert summary["calls_moved"] > 0
