@@ -8,7 +8,7 @@ PIP_ARGS ?=
 RUN_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice
+.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang
 help:                       ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
@@ -36,6 +36,16 @@ test-slurm: $(STAMP) slurm-packages        ## every behaviour on a real Slurm of
 
 test-slurm-slice: $(STAMP) slurm-packages  ## the few of them that CI runs
 	$(SLURM_PYTEST) -m slurm_slice tests/slurm $(TEST_ARGS)
+
+SGLANG_VENV  ?= .venv-sglang
+SGLANG_STAMP  = $(SGLANG_VENV)/.installed
+$(SGLANG_STAMP): tools/sglang-cpu.sh tools/sglang-cpu.txt
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" sh tools/sglang-cpu.sh $(SGLANG_VENV)
+	touch $@
+
+test-sglang: $(STAMP) $(SGLANG_STAMP)  ## the engine contract and a run on the real SGLang, without a GPU
+	GYRE_ENGINE=sglang GYRE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(PY) -m pytest -n0 -v --timeout 900 \
+	  tests/engine/test_contract.py tests/engine/test_sglang.py $(TEST_ARGS)
 
 check: $(STAMP)             ## format, lint, types, architecture
 	$(VENV)/bin/ruff format --check .
