@@ -121,9 +121,6 @@ class ProxydShell(Shell):
             elif isinstance(message, m.OpenExecution | m.CloseExecution):  # one that no scheduler knows: `gyre exec`
                 self.feed(message)
                 await server.send(received.peer, m.Done(), received.correlation)
-            elif isinstance(message, m.OpenExecution | m.CloseExecution):  # one that no scheduler knows: `gyre exec`
-                self.feed(message)
-                await server.send(received.peer, m.Done(), received.correlation)
             elif received.correlation:
                 await server.send(received.peer, m.Refused(why="proxyd answers status and order"), received.correlation)
 
