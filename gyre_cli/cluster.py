@@ -73,6 +73,7 @@ class ClusterSupervisor(Supervisor):
         self.lost: dict[str, str] = {}  # cell: why
         self.why = ""
         self.requeued = False
+        self._comes_back = False  # this job is requeued: what runs in jobs of its own may wait
         self._save_first = False  # there is time to save before anything is stopped
         self._ends_at = 0.0
         self._began_at = time.time()
@@ -83,9 +84,7 @@ class ClusterSupervisor(Supervisor):
     def table(self) -> list[Daemon]:
         config, run, job = self._config, self._run, self.allocation.job
         python = list(config.cluster.python) or [sys.executable]
-        beside = services(run, python)
-        if not config.cluster.executor_partition:
-            beside += executors(run, python, config.cluster.executors)
+        beside = [*services(run, python), *executors(run, python, config)]
         for daemon in beside:
             daemon.environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         steps = []
@@ -260,6 +259,8 @@ class ClusterSupervisor(Supervisor):
     async def _stop_all(self) -> None:
         if self.stopping.is_set() and self._save_first:
             await self._save()
+        if self.stopping.is_set() and self.why:
+            self._comes_back = (await self._job_record()).get("JobState", "RUNNING") == "RUNNING"
         await super()._stop_all()
         if self.stopping.is_set() and self.why:
             await self._requeue()
@@ -290,6 +291,11 @@ class ClusterSupervisor(Supervisor):
 
     async def _stop(self, daemon: Daemon) -> None:
         """A step is asked by message: a signal to its srun would kill it without a word."""
+        if daemon.name == "ex-pool" and self._comes_back and daemon.runs:
+            assert daemon.process is not None
+            daemon.process.kill()  # told to end it would end the executors' jobs; they wait for our next life instead
+            await daemon.process.wait()
+            return
         if not daemon.cell or not daemon.runs:
             return await super()._stop(daemon)
         assert daemon.process is not None and self._keys is not None

@@ -68,8 +68,12 @@ def services(run: RunDir, python: list[str]) -> list[Daemon]:
     return [line(run, python, name, name, "run") for name in ("cellctl", "trajd", "proxyd")]
 
 
-def executors(run: RunDir, python: list[str], count: int) -> list[Daemon]:
-    return [line(run, python, f"ex{i}", "gyre", "exec", "--name", f"ex{i}") for i in range(count)]
+def executors(run: RunDir, python: list[str], config: Config) -> list[Daemon]:
+    """A fixed number beside the supervisor, or the keeper of a pool that submits them as jobs."""
+    if config.cluster.executor_partition or config.cluster.executors_max:
+        return [line(run, python, "ex-pool", "gyre", "exec", "--pool")]
+    names = [f"ex{i}" for i in range(config.cluster.executors)]
+    return [line(run, python, name, "gyre", "exec", "--name", name) for name in names]
 
 
 class Supervisor:
@@ -97,7 +101,7 @@ class Supervisor:
         """Every daemon of the run, in the order of its start."""
         python, count = [sys.executable], self._config.cluster.cells
         cells = [line(self._run, python, f"celld-c{i}", "celld", "run", "--cell", f"c{i}") for i in range(count)]
-        return [*services(self._run, python), *cells, *executors(self._run, python, self._config.cluster.executors)]
+        return [*services(self._run, python), *cells, *executors(self._run, python, self._config)]
 
     async def serve(self) -> bool:
         """True if the run is done, False if it was stopped before. Raises RunFailed."""

@@ -1,0 +1,52 @@
+"""Executors in jobs of their own on a CPU partition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.minislurm import Cluster
+from tests.slurm.running import JobRun, setting, whole
+
+pytest.importorskip("submitit")
+LONG = 10
+
+
+def test_executors_on_a_cpu_partition_wait_for_the_next_life_of_a_requeued_run(
+    quiet_slurm: Cluster, tmp_path: Path, model: Path
+) -> None:
+    tree = setting(scheduler__steps=LONG, cluster__executor_partition="cpu", cluster__executor_options=["mem=500M"])
+    with JobRun(quiet_slurm, tmp_path, model, tree) as run:
+        run.submit()
+        run.until(lambda s: s["step"] >= 2)
+        assert run.node_of("ex0") == "cpu1"
+        jobs, life = json.loads((run.root / "pool.json").read_text()), run.life("ex0")
+        quiet_slurm.run("scancel", "--signal=USR1", "--batch", run.job)
+        run.until_life(1)
+        whole(run.finish(), LONG)
+        assert run.batches() == list(range(LONG))
+        assert life == run.life("ex0"), "the executor lived through the requeue"
+        outcomes = {e["outcome"] for e in run.journal("cellctl") if e["tag"] == "execution.finished"}
+        assert outcomes == {"scored"}, "and so did the executions it held"
+        run.wait_for(lambda: not quiet_slurm.run("squeue", "-h", "-j", *jobs.values(), check=False), 40)
+        run.until_nothing_is_left()
+
+
+def test_a_preempted_executors_job_costs_its_executions_an_attempt_and_no_more(
+    quiet_slurm: Cluster, tmp_path: Path, model: Path
+) -> None:
+    tree = setting(scheduler__steps=LONG, cluster__executor_partition="cpu", cluster__executor_options=["mem=500M"])
+    with JobRun(quiet_slurm, tmp_path, model, tree) as run:
+        run.submit()
+        run.until(lambda s: s["step"] >= 1 and s["water_level"] > 4)
+        life = run.life("ex0")
+        quiet_slurm.run(
+            "sbatch", "-p", "cpu-high", "-N1", "--exclusive", "-o/dev/null", "--wrap", "sleep 3", cwd=tmp_path
+        )
+        run.wait_for(lambda: run.life("ex0") > life, 90)
+        whole(run.finish(240), LONG)
+        assert run.batches() == list(range(LONG))
+        assert run.restarts() == 0
+        run.until_nothing_is_left()
