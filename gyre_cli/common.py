@@ -144,12 +144,12 @@ def print_tables(rows: list[dict[str, Any]], hidden: tuple[str, ...] = ()) -> No
     for group in kinds.values():
         shown = [{k: v for k, v in row.items() if k not in hidden} for row in group]
         if len(shown) == 1 and len(shown[0]) > 6:
-            _print_facts(shown[0])
+            print_facts(shown[0])
         else:
             print_table(shown)
 
 
-def _print_facts(row: dict[str, Any]) -> None:
+def print_facts(row: dict[str, Any]) -> None:
     width = max(len(key) for key in row)
     for key, value in row.items():
         click.echo(f"{key:<{width}}  {plain(value)}")

@@ -93,6 +93,31 @@ def up(config_file: Path, run_dir: str, here: bool) -> None:
     raise SystemExit(code)
 
 
+@main.command()
+@click.argument("script", default="gyre.sbatch", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", is_flag=True, help="Print the plan and what would be refused; submit nothing.")
+@click.option("--gpu-memory", "gpu_memory_gib", type=float, metavar="GIB", help="Of one GPU: then memory is judged.")
+@json_option
+@guarded
+def submit(
+    script: Path, sbatch_options: tuple[str, ...], dry_run: bool, gpu_memory_gib: float | None, as_json: bool
+) -> None:
+    """Check the job script and what it starts, hand it to sbatch, print the job's id. Options for sbatch go after `--`
+    and win over the script's. Exit 4 if refused; with --dry-run 1 if it would be.
+    """
+    from gyre_cli import planning
+    from gyre_cli import submit as submission
+    from gyre_cli.slurm import SlurmError
+
+    plan = planning.make_plan(script, sbatch_options)
+    try:
+        code = submission.command(plan, dry_run=dry_run, as_json=as_json, gpu_memory_gib=gpu_memory_gib)
+    except SlurmError as error:
+        common.fail(str(error), common.NO)
+    raise SystemExit(code)
+
+
 @main.command("quickstart")
 @click.option(
     "--run",

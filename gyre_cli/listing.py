@@ -62,7 +62,7 @@ def row(run: Path, job: slurm.Job | None) -> dict[str, Any]:
         "job": job.id if job else "",
         "nodes": job.nodes or str(job.count) if job else "",
         "left_s": job.left_s if job and job.state == "RUNNING" else None,
-        "last_word_s": round(time.time() - progress.at) if progress else None,
+        "changed_s": round(time.time() - progress.at) if progress else None,
         "why": why(job),
     }
 
@@ -133,9 +133,9 @@ def for_people(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same rows with times as a person reads them."""
     return [
         {
-            **{key: value for key, value in one.items() if key not in ("left_s", "last_word_s", "why")},
+            **{key: value for key, value in one.items() if key not in ("left_s", "changed_s", "why")},
             "left": duration(one["left_s"]),
-            "last word": f"{duration(one['last_word_s'])} ago" if one["last_word_s"] is not None else "",
+            "last change": f"{duration(one['changed_s'])} ago" if one["changed_s"] is not None else "",
             "why": one["why"],
         }
         for one in found

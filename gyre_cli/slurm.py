@@ -61,6 +61,16 @@ def clean_environment() -> dict[str, str]:
 
 def call(*words: str, timeout_s: float = CALL_S, cwd: Path | None = None) -> str:
     """Standard output of one client. Raises SlurmError."""
+    return _call(words, timeout_s, cwd).stdout
+
+
+def call_both(*words: str, timeout_s: float = CALL_S, cwd: Path | None = None) -> str:
+    """As `call`, with standard error: where `sbatch --test-only` says when a job would start."""
+    done = _call(words, timeout_s, cwd)
+    return done.stdout + done.stderr
+
+
+def _call(words: tuple[str, ...], timeout_s: float, cwd: Path | None) -> subprocess.CompletedProcess[str]:
     environment = clean_environment()
     try:
         done = subprocess.run(
@@ -72,7 +82,7 @@ def call(*words: str, timeout_s: float = CALL_S, cwd: Path | None = None) -> str
         raise SlurmError(f"{words[0]} gives no answer within {timeout_s:g} s: the controller may be down") from None
     if done.returncode:
         raise SlurmError(f"{words[0]}: {said(done.stderr) or f'exit code {done.returncode}'}")
-    return done.stdout
+    return done
 
 
 def said(stderr: str) -> str:

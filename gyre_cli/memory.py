@@ -1,0 +1,98 @@
+"""What each role of a cell holds in memory, from the sizes in the model's own files. Pure but for reading headers.
+
+Weights, gradient sum and moments are exact for the trainer as it is (fp32, each its own copy); activations are an
+estimate and said to be one. Bytes are per cell: what a layout divides is divided by the cell's GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FP32 = 4
+MOMENTS = 2  # of AdamW
+ACTIVATION_BYTES = 34  # per layer, token and hidden unit, kept in half precision without recomputation (Korthikanti)
+STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """`stored_bytes` as the files hold the weights; `kv_bytes` of one token's keys and values over all layers."""
+
+    parameters: int
+    stored_bytes: int
+    kv_bytes: int
+    layers: int
+    hidden: int
+
+
+def read_model(folder: Path) -> Model | None:
+    """From config.json and the headers of the safetensors files; None if they are not there or say too little."""
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        tree = json.loads((folder / "config.json").read_text())
+        tree = tree.get("text_config", tree)
+        sizes = [tensor_sizes(path) for path in files]
+        heads, hidden = tree["num_attention_heads"], tree["hidden_size"]
+        head = tree.get("head_dim") or hidden // heads
+        stored = sum(size for _, size in sizes)
+        parameters = sum(count for count, _ in sizes)
+        width = max(1, round(stored / parameters))
+        kv_bytes = 2 * tree["num_hidden_layers"] * tree.get("num_key_value_heads", heads) * head * width
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, struct.error):
+        return None
+    return Model(
+        parameters=parameters,
+        stored_bytes=stored,
+        kv_bytes=kv_bytes,
+        layers=tree["num_hidden_layers"],
+        hidden=hidden,
+    )
+
+
+def tensor_sizes(path: Path) -> tuple[int, int]:
+    """(numbers, bytes) in one safetensors file, from its header alone."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+    tensors = [spec for name, spec in header.items() if name != "__metadata__"]
+    counts = [math.prod(spec["shape"]) for spec in tensors]
+    return sum(counts), sum(n * STORED[spec["dtype"]] for n, spec in zip(counts, tensors, strict=True))
+
+
+def roles(model: Model, *, context_length: int, running: int, micro_step_tokens: int) -> list[dict[str, Any]]:
+    """One row per role: GiB of a whole cell by what they are for. `least` is without what merely makes it faster:
+    an engine needs the cache of one longest request, and asks for that of all that run at once.
+    """
+    weights = model.parameters * FP32
+    activations = ACTIVATION_BYTES * model.layers * model.hidden * micro_step_tokens
+    rollout = {"weights": model.stored_bytes, "cache of one request": model.kv_bytes * context_length}
+    trained = {"weights": weights, "gradient sum": weights, "activations (estimate)": activations}
+    return [
+        {
+            "role": "rollout",
+            "least_gib": gib(sum(rollout.values())),
+            "wanted_gib": gib(model.stored_bytes + model.kv_bytes * context_length * running),
+            "parts_gib": {key: gib(value) for key, value in rollout.items()},
+        },
+        train_row("train, satellite", trained),
+        train_row("train, core", {**trained, "moments": MOMENTS * weights}),
+    ]
+
+
+def train_row(role: str, parts: dict[str, int]) -> dict[str, Any]:
+    total = gib(sum(parts.values()))
+    return {
+        "role": role,
+        "least_gib": total,
+        "wanted_gib": total,
+        "parts_gib": {key: gib(value) for key, value in parts.items()},
+    }
+
+
+def gib(count: int) -> float:
+    return round(count / 2**30, 4)
