@@ -128,6 +128,7 @@ class Forest:
         self._issued: dict[str, Node] = {}  # tool-call id -> the answer that holds it
         self._here: dict[tuple[bytes, bytes], _Alike] = {}  # (request digest, answer key) -> the answers
         self._anywhere: dict[bytes, Node] = {}  # answer key -> the newest such answer
+        self._foreign: set[tuple[bytes, bytes]] = set()  # as in `_here`: seen before an answer of ours said the same
         self._starts: dict[bytes, tuple[str, int]] = {}  # request digest -> (first call, how many)
 
     # ---- a request ------------------------------------------------------------------------------------------------
@@ -196,7 +197,8 @@ class Forest:
         if alike is None and not message.calls:
             alike = self._here.get((start, loose_key(message)))
         if alike is not None and same_reasoning(message, alike.newest.spoken):
-            return alike.newest, text_bytes(alike.first.call)
+            return alike.newest, key if (start, key) in self._foreign else text_bytes(alike.first.call)
+        self._foreign.add((start, key))
         return self._anywhere.get(key), key
 
     def _tail(self, conversation: Conversation, walk: _Walk) -> list[Piece]:

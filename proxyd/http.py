@@ -67,7 +67,8 @@ class Front:
                 return _plain(dialect.fail(Failure("unauthorized")))
             try:
                 body = await http.read()
-                request = dialect.read(body)
+                asked = self._service.read(execution, dialect, body)
+                request = asked.request
                 number, derived = self._call_id(http, execution, body)
             except web.HTTPRequestEntityTooLarge:
                 return _plain(
@@ -76,7 +77,7 @@ class Front:
             except BadRequest as error:
                 return _plain(dialect.fail(Failure("bad_request", why=str(error))))
             hints = hints_of(http.headers, request.model)
-            answer, waited_s = await self._service.answer(execution, number, request, hints)
+            answer, waited_s = await self._service.answer(execution, number, asked, hints)
             if isinstance(answer, Failure):
                 written = dialect.fail(answer, stream=request.stream)
             else:

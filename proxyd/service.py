@@ -20,14 +20,16 @@ from proxyd.calllog import CallLog
 from proxyd.capture import Forest, Node, Plan
 from proxyd.chat import ChatModel, Piece
 from proxyd.conversation import NO_HINTS, Hints, Reply, Request
-from proxyd.dialects import Failure
+from proxyd.dialects import Dialect, Failure
 from proxyd.engine import EngineClient
 from proxyd.events import Abort, CallArrived, CallDropped, Cut, Finish, Refuse, SubmissionEnded, Submit
+from proxyd.reading import Asked, Memory
 from proxyd.records import Facts, Progress, call_record, relabel_note
 from proxyd.stream import Sampled, join_spans
 
 log = logging.getLogger(__name__)
 DROP_AFTER_S = 60.0  # a call for which nobody has waited this long is aborted; its relay may have been cut off
+_NOTHING = Memory()  # of an execution that has asked nothing yet
 TAIL = 200  # finished calls kept for `proxyd tail`
 
 
@@ -81,6 +83,7 @@ class Service:
         self.now, self.fatal = now, fatal
         self._writer = CallWriter()
         self.forests: dict[str, Forest] = {}
+        self._memories: dict[str, Memory] = {}
         self.open: dict[str, Open] = {}
         self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL)
         self.progress = 0  # finished calls of this life
@@ -95,8 +98,12 @@ class Service:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
+    def read(self, execution: str, dialect: Dialect, body: bytes) -> Asked:
+        """A body as far as it has to be read. Raises BadRequest."""
+        return self._memories.get(execution, _NOTHING).read(dialect, body)
+
     async def answer(
-        self, execution: str, call: str, request: Request, hints: Hints = NO_HINTS
+        self, execution: str, call: str, asked: Asked, hints: Hints = NO_HINTS
     ) -> tuple[Reply | Failure, float]:
         """The durable answer and how long the infrastructure held it. Cancelled, the call runs on for a while."""
         forest = self.forests.get(execution)
@@ -104,7 +111,7 @@ class Service:
         opened = self.open.get(f"{execution}:{call}")
         if node is None or opened is not None:
             if opened is None:
-                begun = self._begin(execution, call, request, hints)
+                begun = self._begin(execution, call, asked, hints)
                 if isinstance(begun, Failure):
                     return begun, 0.0
                 opened = begun
@@ -112,17 +119,26 @@ class Service:
             if isinstance(result, Failure):
                 return result, 0.0
             node = result
-        return self._reply(node, request), node.waited_s
+        return self._reply(node, asked.request), node.waited_s
 
     def count(self, execution: str, request: Request) -> int:
         """Prompt tokens of a request, as they would be. Records nothing."""
         forest = self.forests.get(execution) or Forest(self.chat)
         return forest.measure(request.conversation)
 
-    def _begin(self, execution: str, call: str, request: Request, hints: Hints) -> Open | Failure:
-        now = self.now()
+    def _plan(self, execution: str, call: str, asked: Asked, hints: Hints) -> Plan:
         forest = self.forests.setdefault(execution, Forest(self.chat))
-        plan = forest.plan(call, request.conversation, hints)
+        request, plan = asked.request, None
+        if asked.since is not None:
+            plan = forest.go_on(call, asked.since, request.conversation, hints)
+        if plan is None:
+            plan = forest.plan(call, asked.whole().conversation, hints)
+        self._memories.setdefault(execution, Memory()).told(asked, plan.start)
+        return plan
+
+    def _begin(self, execution: str, call: str, asked: Asked, hints: Hints) -> Open | Failure:
+        now, request = self.now(), asked.request
+        plan = self._plan(execution, call, asked, hints)
         limit = self.config.engine.context_length
         if plan.prompt_tokens >= limit:
             return Failure("overflow", limit=limit, tokens=plan.prompt_tokens)
@@ -313,9 +329,11 @@ class Service:
         forest = self.forests.get(opened.execution)
         if kind == "forbidden" and forest is not None and not forest.calls:
             del self.forests[opened.execution]  # an execution that was never open, or is no more
+            self._memories.pop(opened.execution, None)
 
     def closed(self, execution: str) -> None:
         """The execution is over: its tree and writer state go."""
+        self._memories.pop(execution, None)
         if self.forests.pop(execution, None) is not None:
             self._log.append(lambda: self._forget(execution))
 

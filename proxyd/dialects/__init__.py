@@ -49,7 +49,9 @@ class Written:
 
 
 class Dialect(Protocol):
-    """One wire form."""
+    """One wire form. `field` names the list that holds the history."""
+
+    field: str
 
     def read(self, body: bytes) -> Request: ...
 

@@ -25,6 +25,8 @@ _REFERENCE = re.compile(rb'"tool_name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 class AnthropicMessages:
     """POST /v1/messages."""
 
+    field = "messages"
+
     def read(self, body: bytes) -> Request:
         """Raises BadRequest."""
         try:

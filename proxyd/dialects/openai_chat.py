@@ -20,6 +20,8 @@ _READ = {"messages", "tools", "stream", "stream_options", "model", "max_tokens",
 class OpenAIChat:
     """POST /v1/chat/completions."""
 
+    field = "messages"
+
     def read(self, body: bytes) -> Request:
         """Raises BadRequest."""
         given = _object(body)

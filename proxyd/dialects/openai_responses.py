@@ -27,6 +27,8 @@ OVERFLOW = "Your input exceeds the context window of this model. Please adjust y
 class OpenAIResponses:
     """POST /v1/responses."""
 
+    field = "input"
+
     def read(self, body: bytes) -> Request:
         """Raises BadRequest."""
         try:
