@@ -31,7 +31,7 @@ from gyre_base.rundir import RunDir, RunDirError, RunLocked
 from gyre_exec import pool
 
 log = logging.getLogger(__name__)
-LOOK_S = 2.0
+LOOK_S = 1.0
 SLURM_LOOK_S = 10.0  # squeue is asked no oftener
 SLURM_CALL_S = 10.0
 END_S = 15.0  # for executors to leave when the pool ends

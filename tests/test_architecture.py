@@ -26,7 +26,7 @@ CORE_MAY_NOT_IMPORT = {"asyncio", "time", "random", "os", "zmq", "torch", "loggi
 CORES = [
     "cellctl/core.py", "cellctl/ledger.py", "cellctl/policies.py", "cellctl/roles.py", "cellctl/operator.py",
     "celld/agent/core.py", "proxyd/core.py", "proxyd/capture.py", "trajtools/trajd/core.py",
-    "trajtools/trajd/ledger.py", "gyre_exec/core.py",
+    "trajtools/trajd/ledger.py", "gyre_exec/core.py", "gyre_exec/pool.py", "gyre_exec/agreement.py",
 ]  # fmt: skip
 
 
