@@ -14,6 +14,7 @@ from typing import Any
 
 from cellctl import executions, policies, turning
 from cellctl.executions import Executor
+from cellctl.forecast import Forecast, WorkLevel
 from cellctl.job import JobState
 from cellctl.ledger import Ledger, TaskQueue
 from cellctl.operator import obey
@@ -72,6 +73,9 @@ class Scheduler:
         self.table_number = 0
         self.promises = Promises(self.say)
         self.waiting: deque[str] = deque()  # executions without an executor
+        self.staggered: list[tuple[float, str]] = []  # heap: executions that go out later
+        self.forecast = Forecast()
+        self.work_level = WorkLevel()
         self.totals: dict[str, float] = {
             "switches": 0,
             "moved": 0,
@@ -152,6 +156,7 @@ class Scheduler:
             staleness_bound=scheduler.staleness_bound,
             streaming=scheduler.streaming,
             async_train_cells=scheduler.async_train_cells,
+            tail_load=scheduler.tail_load,
         )
         self.ledger = Ledger(scheduler.retry_budget)
         self.queue = TaskQueue(event.train, scheduler.seed)
@@ -257,12 +262,13 @@ class Scheduler:
 
     # ---- what to do next ------------------------------------------------------------------------------------------
 
-    def view(self) -> policies.View:
+    def view(self, now: float) -> policies.View:
         """What the policy sees."""
+        by_work = self.config.scheduler.water_level == "work"
         return policies.View(
             self.rules,
             self.pool(),
-            self.ledger.level(),
+            self.work_level.of(self, now) if by_work else self.ledger.level(),
             self.version.step,
             self.burst_end,
             self.groups_ready,
@@ -288,6 +294,7 @@ class Scheduler:
             if self.phase == "training":
                 self._train(now)
         turning.update_one_engine(self, now)
+        executions.release(self, now)
         executions.assign(self)
 
     def _next_phase(self, now: float) -> None:
@@ -328,11 +335,11 @@ class Scheduler:
         return False
 
     def _train(self, now: float) -> None:
-        view = self.view()
+        view = self.view(now)
         if view.step >= view.burst_end and self._turn_cells(view, now):
-            view = self.view()  # back, before the next burst begins and hides that the last one ended
+            view = self.view(now)  # back, before the next burst begins and hides that the last one ended
         if self._dispatch_groups(view, now):
-            view = self.view()
+            view = self.view(now)
         self._turn_cells(view, now)
 
     def _turn_cells(self, view: policies.View, now: float) -> int:
@@ -355,7 +362,10 @@ class Scheduler:
             self.burst_end = min(view.step + self.policy.burst_steps(view, count), self.rules.steps_total)
         if count:
             tasks = [self.queue.next() for _ in range(count)]
-            executions.dispatch(self, tasks, self.rules.group_size, Purpose.TRAIN, now)
+            if self.config.scheduler.dispatch_order == "longest":
+                tasks.sort(key=self.forecast.seconds, reverse=True)
+            spread_s = self.config.scheduler.stagger_s
+            executions.dispatch(self, tasks, self.rules.group_size, Purpose.TRAIN, now, spread_s=spread_s)
         return True
 
     def _owed(self, view: policies.View) -> list[policies.Decision]:

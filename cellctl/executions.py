@@ -5,11 +5,12 @@ Functions of the scheduler's state; the books are ledger.py's.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gyre_base import messages as m
-from gyre_base.daemon import Answer, Send
+from gyre_base.daemon import Answer, Send, WakeAt
 from gyre_base.vocabulary import Outcome, Purpose
 
 if TYPE_CHECKING:
@@ -49,11 +50,28 @@ def executor_lost(s: Scheduler, name: str, now: float) -> None:
         end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now)
 
 
-def dispatch(s: Scheduler, tasks: list[str], size: int, purpose: Purpose, now: float) -> None:
-    for task in tasks:
+def dispatch(s: Scheduler, tasks: list[str], size: int, purpose: Purpose, now: float, *, spread_s: float = 0.0) -> None:
+    """Open groups; with `spread_s` they go out one after the other over that time, in the order given."""
+    for number, task in enumerate(tasks):
+        at = now + spread_s * number / len(tasks)
         for execution in s.ledger.open_group(task, size, purpose, str(s.version), now):
             s.say(Send("proxyd:proxyd", opening(s, execution.id, purpose)))
-            s.waiting.append(execution.id)
+            if at > now:
+                heapq.heappush(s.staggered, (at, execution.id))
+            else:
+                s.waiting.append(execution.id)
+    if s.staggered:
+        s.say(WakeAt(at=s.staggered[0][0]))
+
+
+def release(s: Scheduler, now: float) -> None:
+    """Staggered executions whose time has come go to an executor."""
+    due = False
+    while s.staggered and s.staggered[0][0] <= now:
+        s.waiting.append(heapq.heappop(s.staggered)[1])
+        due = True
+    if due and s.staggered:
+        s.say(WakeAt(at=s.staggered[0][0]))
 
 
 def assign(s: Scheduler) -> None:
@@ -97,6 +115,8 @@ def finished(s: Scheduler, event: m.ExecutionFinished, now: float) -> None:
 
 def end_attempt(s: Scheduler, name: str, outcome: Outcome, score: float | None, wall_s: float, now: float) -> None:
     record = s.ledger.in_flight[name]
+    if outcome.counts:
+        s.forecast.learn(s.ledger.groups[record.group].task, wall_s)
     again = s.ledger.finish(name, outcome, score, wall_s, now)
     if again is not None:
         s.say(Send("proxyd:proxyd", m.CloseExecution(execution=name)))
@@ -125,7 +145,14 @@ def closing(s: Scheduler, name: str, final: list[Any]) -> m.GroupClosed:
         m.FinalExecution(execution=e.id, outcome=e.outcome or Outcome.UNSCORED, score=e.score) for e in final
     )
     return m.GroupClosed(
-        group=name, task=group.task, serial=group.serial, dispatched_version=group.version, executions=members
+        group=name,
+        task=group.task,
+        serial=group.serial,
+        dispatched_version=group.version,
+        executions=members,
+        seconds=max(e.wall_s for e in final),
+        closing=s.ledger.closed_groups,
+        to_come=s.ledger.open_by_purpose[Purpose.TRAIN],
     )
 
 

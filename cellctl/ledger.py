@@ -82,6 +82,7 @@ class Ledger:
         self.outcomes: dict[str, dict[str, int]] = {}
         self.retries = 0
         self.open_by_purpose: Counter[Purpose] = Counter()  # groups dispatched, not closed
+        self.closed_groups = 0  # of training
         self._unpacked: dict[str, Group] = {}
         self._retry_budget = retry_budget
         self._serial = 0
@@ -138,6 +139,7 @@ class Ledger:
         record.closed = True
         self.open_by_purpose[record.purpose] -= 1
         if record.purpose is Purpose.TRAIN:
+            self.closed_groups += 1
             self._unpacked[group] = record
         final = [self.executions[m] for m in record.members]
         for name in record.attempts:

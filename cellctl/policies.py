@@ -59,6 +59,7 @@ class Rules:
     staleness_bound: int = 0  # steps of older work that a dispatch may queue behind; 0 = no bound
     streaming: bool = True  # train groups as they come instead of whole bursts
     async_train_cells: int = 1
+    tail_load: float = 1.0  # executions per slot that the last serving cell may carry
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,14 @@ class Elastic(_Bursts):
             return _back(returning, f"burst ended at step {view.step}: serve the next groups")
         capacity = view.pool.capacity
         decisions: list[Decision] = []
+        left = len(view.pool.serving)
         for cell in view.pool.serving:
-            if cell.standalone or capacity - cell.slots < view.water_level:
+            left -= 1
+            rest = int((capacity - cell.slots) * (view.rules.tail_load if left == 1 else 1.0))
+            if cell.standalone or rest < view.water_level:
                 break
             capacity -= cell.slots
-            why = f"water level {view.water_level} <= {capacity} slots of the cells that go on serving"
+            why = f"water level {view.water_level} <= {rest} slots of the cells that go on serving"
             decisions.append(Decision(cell=cell.name, to=Role.TRAIN, why=why))
         return decisions
 

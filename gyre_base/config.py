@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gyre_base.reserve import ORDERS
+
 
 class ConfigError(ValueError):
     """A key or a value that can't be used; says which and what would do (exit code 2)."""
@@ -54,6 +56,10 @@ class SchedulerConfig:
     cell_slots: tuple[int, ...] = ()  # one number per cell where cells are uneven; empty = slots_per_cell each
     standalone_cells: int = 0  # the last cells only ever serve: they carry the tail while a pool trains
     streaming: bool = True  # train batches as they come; False: a pool turns when the whole burst is ready
+    dispatch_order: str = "queue"  # longest: of a dispatch, tasks that are forecast to take longest go first
+    stagger_s: float = 0.0  # a dispatch is spread over so long, so that time limits do not coincide; costs idle slots
+    water_level: str = "count"  # work: an execution that is forecast to end soon counts for a part of one
+    tail_load: float = 1.0  # executions per slot that the last serving cell may carry: above 1 it holds a longer tail
     async_train_cells: int = 1  # policy async: the first cells train for ever
     retry_budget: int = 2  # re-dispatches of one execution after infrastructure failures
     seed: int = 0  # order of tasks
@@ -137,6 +143,8 @@ class TrajectoryConfig:
     rule: str = "greedy"  # greedy: most new tokens within the best class; draw: the paper's random draw
     min_valid: int = 2  # executions with a valid outcome that a group needs
     eps: float = 1e-6  # added to the group's standard deviation
+    order: str = "arrival"  # of groups in a burst: shuffle and stratified mix short and long ones, and wait for them
+    reserve_groups: int = 8  # that shuffle and stratified hold back at most: more mixes better and trains later
     shuffle_advantages: bool = False  # control arm of bench.learning: advantages permuted within the group
 
 
@@ -198,6 +206,9 @@ CHOICES = {
     "rollout.durability": ("fdatasync", "write"),
     "trainer.reading": ("behaviour", "proximal"),
     "trajectories.rule": ("greedy", "draw"),
+    "trajectories.order": ORDERS,
+    "scheduler.dispatch_order": ("queue", "longest"),
+    "scheduler.water_level": ("count", "work"),
     "tasks.workspace": ("plain", "bwrap", "apptainer", "pyxis"),
 }
 AT_LEAST: dict[str, float] = {
@@ -222,6 +233,9 @@ AT_LEAST: dict[str, float] = {
     "emulate.time_scale": 1e-6,
     "emulate.tokens_per_h": 1.0,
     "trajectories.jmax": 0,
+    "trajectories.reserve_groups": 0,
+    "scheduler.stagger_s": 0.0,
+    "scheduler.tail_load": 1.0,
     "tasks.harness_limit_s": 0.1,
     "tasks.overall_limit_s": 0.1,
     "tasks.grace_s": 0,

@@ -353,7 +353,8 @@ class FinalExecution:
 @message("group.closed")
 class GroupClosed:
     """cellctl -> trajd: membership is final. Again; answered by `group.packed`. `serial` orders groups for the whole
-    run.
+    run. `seconds`: its longest execution's. `closing` counts closed groups; after this one, `to_come` were dispatched
+    and not closed.
     """
 
     group: str
@@ -361,6 +362,9 @@ class GroupClosed:
     serial: int
     dispatched_version: str
     executions: tuple[FinalExecution, ...]
+    seconds: float = 0.0
+    closing: int = 0
+    to_come: int = 0
 
 
 @message("group.packed")

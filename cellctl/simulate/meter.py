@@ -1,4 +1,4 @@
-"""Where the GPU time goes. Node-seconds by what they do, integrated between changes; the shares add up to one."""
+"""What is measured: where the GPU time goes, and how long executions really took under the load that they met."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ KINDS = ("serving", "serving_spare", "training", "training_idle", "turning")
 
 @dataclass
 class Meter:
-    """`serving` counts nodes in proportion to the slots in use; `serving_spare` the rest of the cells that serve."""
+    """Node-seconds by what they do, integrated between changes; the shares add up to one.
+
+    `serving` counts nodes in proportion to the slots in use; `serving_spare` the rest of the cells that serve."""
 
     now: float = 0.0
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -32,3 +34,38 @@ class Meter:
         """Node time that neither carries an execution nor computes a micro-step nor turns."""
         total = sum(self.totals.values())
         return (self.totals["serving_spare"] + self.totals["training_idle"]) / total if total else 0.0
+
+
+@dataclass
+class Observed:
+    """Hours of executions, and of groups (queries): the longest member's. Sums over what has ended."""
+
+    executions: int = 0
+    hours: float = 0.0
+    timed_out: int = 0
+    groups: int = 0
+    longest_hours: float = 0.0
+    from_4h: int = 0
+    groups_timed_out: int = 0
+
+    def add(self, hours: list[float], limit_h: float) -> None:
+        """One group."""
+        longest = max(hours)
+        self.executions += len(hours)
+        self.hours += sum(hours)
+        self.timed_out += sum(h >= limit_h for h in hours)
+        self.groups += 1
+        self.longest_hours += longest
+        self.from_4h += longest >= min(4.0, limit_h)
+        self.groups_timed_out += longest >= limit_h
+
+    def statistics(self) -> dict[str, float]:
+        """As the paper gives them; hours and shares."""
+        executions, groups = max(1, self.executions), max(1, self.groups)
+        return {
+            "mean_h": self.hours / executions,
+            "query_mean_h": self.longest_hours / groups,
+            "queries_from_4h": self.from_4h / groups,
+            "timed_out": self.timed_out / executions,
+            "queries_timed_out": self.groups_timed_out / groups,
+        }

@@ -46,7 +46,7 @@ def row(profile: Profile, arm: Arm, done: list[World]) -> dict[str, Any]:
         "gpu_s": {k: round(gpus * fmean(w.meter.totals[k] for w in done)) for k in done[0].meter.totals},
         "hours_min": round(min(hours), 3),
         "hours_max": round(max(hours), 3),
-        "timed_out_share": round(fmean(w.timed_out / w.finished for w in done), 4),
+        "timed_out_share": round(fmean(w.observed.statistics()["timed_out"] for w in done), 4),
         "policy": arm.policy,
         "seeds": len(done),
     }

@@ -24,8 +24,7 @@ class Serving:
         self.now = self._work = self._clock = 0.0
         self._ends: list[tuple[float, str]] = []
         self._limits: deque[tuple[float, str]] = deque()
-        self.running: set[str] = set()
-        self._wall_s = self._nominal_s = 0.0  # summed over executions
+        self.running: dict[str, float] = {}  # the clock when each began
 
     def add_slots(self, slots: int) -> None:
         """A cell begins to serve, or with a negative number ends."""
@@ -37,22 +36,15 @@ class Serving:
         slowdown = max(0.05, 1.0 + self._slope * (max(self.load, self._floor) - 1.0))
         self._rate = 1.0 / slowdown if self.slots else 0.0
 
-    def mean_slowdown(self) -> float:
-        """Seconds that executions took over the nominal seconds they did."""
-        return self._wall_s / self._nominal_s if self._nominal_s else 1.0
-
     def advance(self, now: float) -> None:
         passed = now - self.now
         if passed > 0.0 and self.slots:
-            done = passed * self._rate
-            self._work += done
-            self._nominal_s += done * len(self.running)
-            self._wall_s += passed * len(self.running)
+            self._work += passed * self._rate
             self._clock += passed
         self.now = now
 
     def start(self, execution: str, work_s: float) -> None:
-        self.running.add(execution)
+        self.running[execution] = self._clock
         self._changed()
         heapq.heappush(self._ends, (self._work + work_s, execution))
         self._limits.append((self._clock + self._limit_s, execution))
@@ -64,15 +56,17 @@ class Serving:
         due = self.now + max(0.0, self._ends[0][0] - self._work) / self._rate
         return min(due, self.now + max(0.0, self._limits[0][0] - self._clock))
 
-    def end(self) -> tuple[str, bool]:
-        """The execution that ends now, and whether the limit ended it. Call it at the time `next_end` gave."""
+    def end(self) -> tuple[str, bool, float]:
+        """The execution that ends now, whether the limit ended it, and its seconds without the waits that are ours.
+        Call it at the time `next_end` gave.
+        """
         self._forget()
         by_work = max(0.0, self._ends[0][0] - self._work) / self._rate
         timed_out = self._limits[0][0] - self._clock < by_work
         execution = self._limits[0][1] if timed_out else self._ends[0][1]
-        self.running.discard(execution)
+        began = self.running.pop(execution)
         self._changed()
-        return execution, timed_out
+        return execution, timed_out, self._clock - began
 
     def _forget(self) -> None:
         while self._ends[0][1] not in self.running:

@@ -1,6 +1,7 @@
 """Batches, micro-steps, joins and optimizer steps as trajd and the ranks do them, in virtual time.
 
-A batch is the next B packed groups in the order in which they were packed. Cells in training claim one micro-step at
+A batch is the next B packed groups in the order in which the reserve lets them out: as they were packed, unless an
+arm asks otherwise. Cells in training claim one micro-step at
 a time; a satellite joins only while the batch has micro-steps left; the core steps when all are computed.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cellctl.simulate.profile import Laws
+from gyre_base.reserve import Reserve
 
 
 class Timers(Protocol):
@@ -23,10 +25,19 @@ class Timers(Protocol):
 
 
 @dataclass
+class Waiting:
+    """A packed group: the step at its dispatch, the node-seconds of its micro-steps, its hours."""
+
+    dispatched: int
+    micro_steps: list[float]
+    hours: float
+
+
+@dataclass
 class Batch:
     """The open batch: groups taken so far, micro-steps not yet claimed, micro-steps being computed."""
 
-    dispatched: list[int] = field(default_factory=list)  # step at which each group was dispatched
+    groups: list[Waiting] = field(default_factory=list)
     unclaimed: deque[float] = field(default_factory=deque)  # node-seconds of each micro-step
     computing: int = 0
 
@@ -47,35 +58,30 @@ def _rank(nodes: int, replica_nodes: int) -> Rank:
 
 
 class Training:
-    """`stepped(mean staleness)` is told of each optimizer step."""
+    """`stepped(groups of the batch)` is told of each optimizer step."""
 
     def __init__(
         self,
         laws: Laws,
         nodes: dict[str, int],
-        groups_per_batch: int,
         streaming: bool,
+        reserve: Reserve[Waiting],
         timers: Timers,
-        stepped: Callable[[float], None],
+        stepped: Callable[[list[Waiting]], None],
     ) -> None:
-        self._laws, self._size, self._streaming, self._timers, self._stepped = (
-            laws,
-            groups_per_batch,
-            streaming,
-            timers,
-            stepped,
-        )
+        self._laws, self._streaming, self._timers, self._stepped = laws, streaming, timers, stepped
+        self._reserve, self._size = reserve, reserve.batch
         self._core = next(iter(nodes))
         self.ranks = {name: _rank(n, laws.replica_nodes) for name, n in nodes.items()}
-        self._ready: deque[tuple[int, list[float]]] = deque()
+        self._ready: deque[Waiting] = deque()
         self._batch = Batch()
         self._stepping = False
         self.step = 0
         self.busy_nodes = 0.0
 
-    def packed(self, dispatched_step: int, micro_steps: list[float]) -> None:
-        """A group can be claimed: the step at its dispatch, the node-seconds of its micro-steps."""
-        self._ready.append((dispatched_step, micro_steps))
+    def packed(self, group: Waiting, to_come: int) -> None:
+        """A group can be trained; `to_come` others are under way."""
+        self._ready.extend(self._reserve.add(group, group.hours, to_come))
         self._pump()
 
     def join(self, cell: str) -> None:
@@ -103,7 +109,7 @@ class Training:
                 while rank.joined and rank.free and self._batch.unclaimed:
                     self._compute(rank)
         batch = self._batch
-        closed = len(batch.dispatched) == self._size and not batch.unclaimed and not batch.computing
+        closed = len(batch.groups) == self._size and not batch.unclaimed and not batch.computing
         if closed and self.ranks[self._core].joined:
             self._stepping = True
             self._timers.at(self._laws.step_s, self._finish)
@@ -112,10 +118,10 @@ class Training:
         batch = self._batch
         if not (self._streaming or len(self._ready) >= self._size):
             return
-        while self._ready and len(batch.dispatched) < self._size:
-            dispatched, micro_steps = self._ready.popleft()
-            batch.dispatched.append(dispatched)
-            batch.unclaimed.extend(micro_steps)
+        while self._ready and len(batch.groups) < self._size:
+            group = self._ready.popleft()
+            batch.groups.append(group)
+            batch.unclaimed.extend(group.micro_steps)
 
     def _compute(self, rank: Rank) -> None:
         seconds = self._batch.unclaimed.popleft() / rank.replica_nodes
@@ -134,8 +140,7 @@ class Training:
 
     def _finish(self) -> None:
         self._stepping = False
-        staleness = sum(self.step - d for d in self._batch.dispatched) / len(self._batch.dispatched)
-        self._batch = Batch()
+        groups, self._batch = self._batch.groups, Batch()
         self.step += 1
-        self._stepped(staleness)
+        self._stepped(groups)
         self._pump()

@@ -1,7 +1,7 @@
 """One run of one arm: the real scheduler core in virtual time, its commands carried out by models.
 
-No message is lost here and every command is answered, so the core's own alarms (`WakeAt`) are left out: a year fits
-in a minute.
+No message is lost here and every command is answered, so the core's own alarms (`WakeAt`) are left out but for those
+of a staggered dispatch: a year fits in a minute.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from typing import Any
 
 from cellctl.core import Scheduler, Start
 from cellctl.simulate import workload
-from cellctl.simulate.meter import Meter
+from cellctl.simulate.meter import Meter, Observed
 from cellctl.simulate.profile import Arm, Profile
 from cellctl.simulate.serving import Serving
-from cellctl.simulate.training import Training
+from cellctl.simulate.training import Training, Waiting
 from gyre_base import messages as m
-from gyre_base.daemon import Send
+from gyre_base.daemon import Send, Tick
 from gyre_base.ids import PolicyVersion
+from gyre_base.reserve import Reserve
 from gyre_base.vocabulary import Outcome, Role
 
+ROUNDING_H = 1e-6
 MAX_EVENTS_PER_STEP = 200_000  # a world that goes round in circles says so instead of running for ever
 
 
@@ -60,8 +62,14 @@ def scheduler_tree(profile: Profile, arm: Arm, seed: int) -> dict[str, Any]:
             "standalone_cells": arm.standalone,
             "streaming": arm.streaming,
             "async_train_cells": arm.train_cells,
+            "dispatch_order": arm.dispatch_order,
+            "stagger_s": arm.stagger_h * 3600.0,
+            "water_level": arm.water_level,
+            "tail_load": arm.tail_load,
             "seed": seed,
         },
+        "trajectories": {"order": arm.order, "reserve_groups": arm.reserve_groups},
+        "tasks": {"harness_limit_s": profile.durations.limit_h * 3600.0},
         "evaluation": {"tasks": 0},
     }
 
@@ -77,22 +85,26 @@ class World:
         self.meter = Meter()
         self.events = 0
         self.finished = 0
-        self.timed_out = 0
+        self.observed = Observed()
         self.staleness: list[float] = []
         self.step_times: list[float] = []
+        self.places: list[tuple[int, float]] = []  # of each trained group: steps since its dispatch, its hours
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self._per_execution_s = self.laws.train_node_h * 3600.0 / (profile.groups_per_batch * profile.group_size)
         self._work = workload.make(profile.durations, seed)
         self._hours: dict[str, list[float]] = {}
         self._visits: Counter[int] = Counter()
+        self._walls: dict[str, list[float]] = {}  # of groups that are open
         self.serving = Serving(self.laws.load_slope, self.laws.load_floor, profile.durations.limit_h * 3600.0)
         names = [f"c{i}" for i in range(len(arm.nodes))]
         self.nodes = dict(zip(names, arm.nodes, strict=True))
         self.roles = dict.fromkeys(names, Role.ROLLOUT)
         self._by_role = dict.fromkeys(Role, 0)
         self._by_role[Role.ROLLOUT] = sum(arm.nodes)
-        self.training = Training(self.laws, self.nodes, profile.groups_per_batch, arm.streaming, self, self._stepped)
+        reserve: Reserve[Waiting] = Reserve(arm.order, arm.reserve_groups, profile.groups_per_batch)
+        self.training = Training(self.laws, self.nodes, arm.streaming, reserve, self, self._stepped)
+        self._alarm = 0.0  # the newest time for which the core was promised a tick
         self._heard: dict[str, int] = {}  # newest epoch by kind of command and cell: the core repeats itself after 5 s
         self._packing: set[str] = set()
         self._obey: dict[type, Callable[[Any], None]] = {
@@ -152,6 +164,9 @@ class World:
                 obey = self._obey.get(type(command.message))
                 if obey is not None:
                     obey(command.message)
+        if self.core.staggered and self.core.staggered[0][0] > self._alarm:
+            self._alarm = self.core.staggered[0][0]
+            self.at(self._alarm - self.now, lambda: self.feed(Tick()))
         if self.trace is not None:
             self.trace.levels.append((self.now, self.core.ledger.level()))
 
@@ -167,16 +182,18 @@ class World:
         self.serving.start(order.execution, hours[record.place] * 3600.0)
 
     def _end_one(self) -> None:
-        execution, timed_out = self.serving.end()
+        execution, timed_out, wall_s = self.serving.end()
         self.finished += 1
-        self.timed_out += timed_out
+        self._walls.setdefault(self.core.ledger.executions[execution].group, []).append(wall_s / 3600.0)
         outcome = Outcome.PARTIAL if timed_out else Outcome.SCORED
-        self.feed(m.ExecutionFinished(execution=execution, outcome=outcome, score=0.0))
+        self.feed(m.ExecutionFinished(execution=execution, outcome=outcome, score=0.0, wall_s=wall_s))
 
     def _pack(self, closed: m.GroupClosed) -> None:
         if closed.group in self._packing:
             return
         self._packing.add(closed.group)
+        walls = self._walls.pop(closed.group)
+        self.observed.add(walls, self.profile.durations.limit_h - ROUNDING_H)
         costs = [self._cost_s(h) for h in self._hours.pop(closed.group)]
         dispatched = PolicyVersion.parse(closed.dispatched_version).step
 
@@ -184,7 +201,7 @@ class World:
             self._packing.discard(closed.group)
             count = len(costs)
             self.feed(m.GroupPacked(group=closed.group, enough=True, counted=count, micro_steps=count, owned_tokens=1))
-            self.training.packed(dispatched, costs)
+            self.training.packed(Waiting(dispatched, costs, max(walls)), closed.to_come)
 
         self.at(self.laws.pack_s, packed)
 
@@ -251,10 +268,12 @@ class World:
         url = f"http://{cell}"
         self.feed(m.RoleChanged(cell=cell, role=Role.ROLLOUT, epoch=epoch, version=version, engine_url=url))
 
-    def _stepped(self, staleness: float) -> None:
+    def _stepped(self, groups: list[Waiting]) -> None:
+        step = self.training.step
+        staleness = sum(step - 1 - g.dispatched for g in groups) / len(groups)
         self.staleness.append(staleness)
+        self.places.extend((step - 1 - g.dispatched, g.hours) for g in groups)
         self.step_times.append(self.now)
         if self.trace is not None:
             self.trace.steps.append((self.now, staleness))
-        step = self.training.step
         self.feed(m.StepDone(batch=step - 1, version=f"0.{step}", metrics={"staleness_mean": staleness}))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from gyre_base.messages import (
     BatchComplete,
     Contribution,
     Done,
+    GroupClosed,
     LeaseReturned,
     MicroStepLease,
     NoMicroStep,
@@ -300,3 +304,42 @@ def test_a_lease_is_not_returned_by_the_late_word_of_an_older_life():
     assert book.return_lease(LeaseReturned(cell="c1", life=1)) == Done()
     assert book.leased == {"g0.0": Holder("c1", 2)}
     assert book.knows(Holder("c1", 2)) and not book.knows(Holder("c1", 3))
+
+
+def test_with_a_reserve_every_group_gets_one_place_and_a_restart_gives_the_same_ones():
+    names = [f"g{i}" for i in range(8)]
+    events: list[Any] = []
+    for n, name in enumerate(names):
+        told = dataclasses.replace(closed(name, n), seconds=float(n), closing=n + 1, to_come=7 - n)
+        events += [told, packed(name, enough=name != "g5")]
+
+    def places(order: str) -> list[str]:
+        book = MicroStepLedger(2, order=order, reserve_groups=3)
+        for event in events:
+            book.close(event) if isinstance(event, GroupClosed) else book.pack(event)
+        return [group.name for batch in range(4) for group in book.lots.lot(batch)]
+
+    assert places("arrival") == [n for n in names if n != "g5"]
+    for order in ("shuffle", "stratified"):
+        assert sorted(places(order)) == [n for n in names if n != "g5"]
+        assert places(order) != places("arrival")
+        assert places(order) == places(order)
+
+
+def test_a_closing_that_comes_late_does_not_lock_groups_into_the_reserve():
+    book = MicroStepLedger(1, order="shuffle", reserve_groups=4)
+    late, last = (dataclasses.replace(closed(name), closing=n, to_come=2 - n) for n, name in ((1, "late"), (2, "last")))
+    for told in (last, late):
+        book.close(told)
+        book.pack(packed(told.group))
+    assert len(book.lots.reserve) == 0
+
+
+def test_order_of_arrival_shows_as_correlation_of_duration_and_place():
+    book = MicroStepLedger(2)
+    book.restore(word(0, "0.0"))
+    for n in range(6):
+        book.close(dataclasses.replace(closed(f"g{n}", n), seconds=float(n)))
+        book.pack(packed(f"g{n}"))
+    assert book.lots.bias(3)["duration_by_place"] == pytest.approx(0.956, abs=0.001)
+    assert book.lots.bias(0)["duration_by_place"] is None

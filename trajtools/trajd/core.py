@@ -35,8 +35,10 @@ class Unexpected(TypeError):
 class TrajdCore:
     """The ledger with the group's way into it. `ledger` is read by `view.py`; only `handle` changes it."""
 
-    def __init__(self, groups_per_batch: int, *, streaming: bool = True) -> None:
-        self.ledger = MicroStepLedger(groups_per_batch, streaming=streaming)
+    def __init__(
+        self, groups_per_batch: int, *, streaming: bool = True, order: str = "arrival", reserve_groups: int = 0
+    ) -> None:
+        self.ledger = MicroStepLedger(groups_per_batch, streaming=streaming, order=order, reserve_groups=reserve_groups)
 
     def handle(self, event: Any, now: float) -> list[Any]:
         ledger = self.ledger

@@ -205,8 +205,10 @@ class TrajdShell(Shell):
 
     async def beat(self) -> None:
         while True:
-            progress = self.core.ledger.changes
-            await self._cellctl.send(m.Heartbeat(kind="trajd", name="trajd", life=self._life, progress=progress))
+            ledger = self.core.ledger
+            work = len(ledger.leased) + len(self._packing)
+            beat = m.Heartbeat(kind="trajd", name="trajd", life=self._life, progress=ledger.changes, work=work)
+            await self._cellctl.send(beat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def follow_log(self) -> None:
@@ -232,9 +234,11 @@ class TrajdShell(Shell):
                     await self.decide(PeerLost(kind="rank", name=cell, why=f"silent for {now - seen:.0f} s"))
 
 
-def restore(path: Path, groups_per_batch: int, *, streaming: bool = True) -> TrajdCore:
+def restore(
+    path: Path, groups_per_batch: int, *, streaming: bool = True, order: str = "arrival", reserve_groups: int = 0
+) -> TrajdCore:
     """The core as its journal left it. An empty or missing journal gives a new one."""
-    core = TrajdCore(groups_per_batch, streaming=streaming)
+    core = TrajdCore(groups_per_batch, streaming=streaming, order=order, reserve_groups=reserve_groups)
     if path.exists():
         for entry in journals.read(path):
             core.handle(wire.from_json(entry.event), entry.at)
@@ -255,7 +259,13 @@ async def _serve(run: RunDir) -> None:
     life = run.next_life("trajd")
     path = run.path("journal", "trajd.jsonl")
     journals.mend_tail(path)
-    core = restore(path, config.scheduler.groups_per_batch, streaming=config.scheduler.streaming)
+    core = restore(
+        path,
+        config.scheduler.groups_per_batch,
+        streaming=config.scheduler.streaming,
+        order=config.trajectories.order,
+        reserve_groups=config.trajectories.reserve_groups,
+    )
     server = Server(run, keys, kind="trajd", name="trajd", life=life, bind=config.cluster.bind)
     cellctl = Client(run, keys, "cellctl", identity=f"trajd:trajd:{life}")
     packer = Packer(run.path("calls"), config)

@@ -55,8 +55,10 @@ class AppliedBatch:
 class MicroStepLedger:
     """See the module. Methods answer with the message to send; a repeat of a message gets the same answer."""
 
-    def __init__(self, groups_per_batch: int, *, streaming: bool = True) -> None:
-        self.lots = Lots(groups_per_batch)
+    def __init__(
+        self, groups_per_batch: int, *, streaming: bool = True, order: str = "arrival", reserve_groups: int = 0
+    ) -> None:
+        self.lots = Lots(groups_per_batch, order, reserve_groups)
         self._streaming = streaming  # off: the baseline that trains a batch only when all of its groups are there
         self.version = ""  # V, the base of the open batch; "" until the core has spoken
         self.applied: list[AppliedBatch] = []

@@ -1,4 +1,5 @@
-"""Which group is in which batch: lots of groups with enough valid executions, in the order in which they closed. Pure.
+"""Which group is in which batch: lots of groups with enough valid executions, in the order in which they closed, or
+as the reserve lets them out. Pure.
 
 A place, once given, is never taken away: the journal gives the same places at the next start.
 """
@@ -6,11 +7,14 @@ A place, once given, is never taken away: the journal gives the same places at t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import correlation
 from typing import Any
 
 from gyre_base.ids import PolicyVersion
 from gyre_base.messages import GroupClosed
+from gyre_base.reserve import Reserve
 from trajtools.trajd.events import Packed, PackedStep
 
 
@@ -45,8 +49,10 @@ class Group:
 class Lots:
     """Groups by name, by order of closing, by place."""
 
-    def __init__(self, groups_per_batch: int) -> None:
+    def __init__(self, groups_per_batch: int, order: str = "arrival", reserve_groups: int = 0) -> None:
         self.size = groups_per_batch
+        self.reserve: Reserve[Group] = Reserve(order, reserve_groups, groups_per_batch)
+        self._newest = (0, 0)  # (closing, to_come) of the newest closing heard of: words may come out of order
         self.groups: dict[str, Group] = {}
         self.group_of: dict[str, Group] = {}  # by micro-step
         self._order: list[str] = []  # as they closed
@@ -59,6 +65,7 @@ class Lots:
             return False
         self.groups[closed.group] = Group(closed)
         self._order.append(closed.group)
+        self._newest = max(self._newest, (closed.closing, closed.to_come))
         return True
 
     def pack(self, packed: Packed) -> None:
@@ -73,14 +80,19 @@ class Lots:
         self._place()
 
     def _place(self) -> None:
-        """Places are given in the order of closing, so a group waits for an earlier one that is still being packed."""
+        """The reserve sees groups in the order of closing, so one waits for an earlier one that is still being
+        packed.
+        """
         while self._resolved < len(self._order):
             group = self.groups[self._order[self._resolved]]
             if group.packed is None:
                 return
-            if group.packed.enough:
-                self._placed.append(group)
             self._resolved += 1
+            to_come = self._newest[1] + len(self._order) - self._resolved
+            if group.packed.enough:
+                self._placed.extend(self.reserve.add(group, group.closed.seconds, to_come))
+            else:
+                self._placed.extend(self.reserve.settle(to_come))
 
     def not_loaded(self, from_batch: int) -> list[str]:
         """Groups that batches from `from_batch` on need, or may need, and whose payloads are not here."""
@@ -117,6 +129,33 @@ class Lots:
         total = by.total()
         mean = sum(d * n for d, n in by.items()) / total if total else 0.0
         return {"mean": mean, "max": max(by, default=0), "by": {str(d): n for d, n in sorted(by.items())}}
+
+    def bias(self, batches: int) -> dict[str, float | None]:
+        """Correlations over the groups of the first batches of duration, mean score and place in the burst (steps from
+        the dispatch to the batch): what training in order of arrival does to the order of easy and hard.
+        """
+        rows = [
+            (group.closed.seconds, _mean_score(group.closed), float(batch - _step(group.closed.dispatched_version)))
+            for batch in range(batches)
+            for group in self.lot(batch)
+        ]
+        seconds, scores, places = zip(*rows, strict=True) if rows else ((), (), ())
+        return {
+            "duration_by_place": _correlation(seconds, places),
+            "score_by_place": _correlation(scores, places),
+            "score_by_duration": _correlation(scores, seconds),
+        }
+
+
+def _mean_score(closed: GroupClosed) -> float:
+    """Of the executions that count; 0.0 if none does."""
+    scores = [e.score for e in closed.executions if e.outcome.counts and e.score is not None]
+    return sum(scores) / len(scores) if scores else 0.0
+
+
+def _correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Pearson's; None where one of them does not vary."""
+    return round(correlation(x, y), 4) if len(set(x)) > 1 and len(set(y)) > 1 else None
 
 
 def _step(version: str) -> int:

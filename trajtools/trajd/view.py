@@ -40,6 +40,7 @@ def status(core: TrajdCore) -> dict[str, Any]:
         "groups_packing": len(groups) - len(packed),
         "groups_enough": sum(p.enough for p in packed),
         "groups_short": sum(not p.enough for p in packed),
+        "groups_in_reserve": len(ledger.lots.reserve),
         "open_groups": f"{len(ledger.lots.lot(ledger.open_batch))}/{ledger.lots.size}",
         "micro_steps_pool": len(ledger.pool()),
         "micro_steps_leased": len(ledger.leased),
@@ -52,6 +53,8 @@ def status(core: TrajdCore) -> dict[str, Any]:
         "weights_sum_min": min(sums, default=None),
         "weights_sum_max": max(sums, default=None),
         "weights_sum_last": sums[-1] if sums else None,
+        "order": ledger.lots.reserve.order,
+        **ledger.lots.bias(len(ledger.applied)),
         "breaks": _added(p.summary.get("breaks", {}) for p in packed),
         "removed": _added(p.summary.get("removed", {}) for p in packed),
         "damage": _added(p.summary.get("damage", {}) for p in packed),
@@ -73,6 +76,7 @@ def batches(core: TrajdCore) -> list[dict[str, Any]]:
             "weights_sum": b.weights_sum,
             "staleness_mean": b.staleness["mean"],
             "staleness_max": b.staleness["max"],
+            "mean_group_s": _mean([group.closed.seconds for group in lots.lot(b.batch)]),
             "mean_score": _mean([group.content.summary.get("mean_score", 0.0) for group in lots.lot(b.batch)]),
         }
         for b in core.ledger.applied
