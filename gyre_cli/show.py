@@ -63,6 +63,13 @@ def clock_rows(page: Any) -> list[tuple[str, str, str]]:
     return [(what, "-" if s is None else duration(s), remark) for what, s, remark in page.clocks]
 
 
+def progress_rows(page: Any) -> list[tuple[str, str]]:
+    return [
+        (duration(row["ran_s"]), row["verdict"] if row["score"] is None else common.plain(row["score"]))
+        for row in page.progress
+    ]
+
+
 def duration(seconds: float) -> str:
     """0.29 s, 12.5 s, 3 min 20 s, 2 h 05 min."""
     if seconds < 120:
@@ -107,6 +114,8 @@ def lines(page: Any, told: Any) -> Iterator[tuple[str, str]]:
             yield f"  {common.plain(part):>6}  {name}", "" if part >= 1 else "red"
         if len(table) > PARTS_SHOWN:
             yield f"  … {len(table) - PARTS_SHOWN} more, none lower (--json has all)", "dim"
+    if page.progress:
+        yield from _section("scores while it ran", [f"{after:>9}  {score}" for after, score in progress_rows(page)])
     yield from _calls(told)
     yield from _workspace(page)
     for name in ("stdout", "stderr"):
@@ -187,6 +196,7 @@ def html(page: Any, told: Any) -> str:
         f"<h2>instruction</h2><pre>{escape(instruction(page) or 'not recorded')}</pre>",
         f"<h2>clocks</h2><table>{clock}</table>",
         _html_parts(page),
+        _html_progress(page),
         _html_calls(told),
         _html_workspace(page),
         *(f"<h2>end of {n}</h2><pre>{escape(getattr(page, n) or 'nothing')}</pre>" for n in ("stdout", "stderr")),
@@ -207,6 +217,13 @@ def _html_parts(page: Any) -> str:
     )
     whole = sum(value >= 1 for _, value in table)
     return f'<h2>score parts ({whole} of {len(table)} in full)</h2><ul class="parts">{items}</ul>'
+
+
+def _html_progress(page: Any) -> str:
+    if not page.progress:
+        return ""
+    cells = (f'<tr><td class="n">{escape(a)}</td><td>{escape(s)}</td></tr>' for a, s in progress_rows(page))
+    return f"<h2>scores while it ran</h2><table>{''.join(cells)}</table>"
 
 
 def _html_calls(told: Any) -> str:

@@ -31,6 +31,7 @@ from gyre_exec.core import ExecutorCore, Held, Limits
 from gyre_exec.evaluator import evaluate
 from gyre_exec.fields import TaskError
 from gyre_exec.harness import Adapter, Launch, adapter_for
+from gyre_exec.progress import Progress, Running
 from gyre_exec.quota import Watch, Watched
 from gyre_exec.relay import Relay
 from gyre_exec.tasks import Task, from_order
@@ -83,6 +84,8 @@ class Executor(daemon.Shell):
             over=lambda name, why: self.post(e.OverQuota(execution=name, why=why)),
             root=run.path("executions"),
         )
+        limit_s = settings.tasks.evaluation_limit_s
+        self._progress = Progress(settings.tasks.progress_every_s, limit_s, self._in_progress)
         self._server_seen: tuple[str, int] | None = None
         self._proxy_seen: tuple[str, int] | None = None
 
@@ -228,6 +231,12 @@ class Executor(daemon.Shell):
     def _running(self) -> list[Watched]:
         places = self._workspaces
         return [Watched(n, child.pid, (places[n].root, places[n].harness)) for n, child in self._children.items()]
+
+    def _in_progress(self) -> list[Running]:
+        held, places, tasks = self.core.held, self._workspaces, self._tasks_of
+        return [
+            Running(execution=n, task=tasks[n], place=places[n], started_at=held[n].started_at) for n in self._children
+        ]
 
     def _stop(self, name: str, now: bool) -> None:
         child = self._children.get(name)
@@ -408,7 +417,8 @@ class Executor(daemon.Shell):
         server = bus.Server(self.run_dir, self.keys, kind="executor", name=self.name, life=self.life, bind=bind)
         server.start()
         daemon.stop_on_signals(self.stopping)
-        for work in (self._watch.run(), self._clean(), self._keep_in_touch(), self._listen(), self._answer(server)):
+        beside = (self._watch.run(), self._progress.run(), self._clean(), self._answer(server))
+        for work in (*beside, self._keep_in_touch(), self._listen()):
             self.spawn(work)
         try:
             await self.run()

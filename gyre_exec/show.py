@@ -16,8 +16,9 @@ import orjson
 
 from gyre_base import config as configuration
 from gyre_base.rundir import RunDir
-from gyre_exec import keeping, states
+from gyre_exec import keeping, progress, states
 from gyre_exec.fields import TaskError
+from gyre_exec.snapshot import LINK, Entry
 from gyre_exec.story import Story, names, stories
 from gyre_exec.tasks import Task
 
@@ -54,6 +55,7 @@ class Page:
     changes: tuple[Changed, ...] | None
     state: str  # where the workspace is kept, or why it is not
     left_out_lines: int
+    progress: tuple[Mapping[str, Any], ...]  # scores while it ran, if the run measured them
     stdout: str
     stderr: str
     others: tuple[str, ...]  # further attempts of the same member of the group
@@ -79,6 +81,7 @@ def gather(run: RunDir, execution: str) -> Page:
         changes=changes,
         state=state,
         left_out_lines=left_out,
+        progress=tuple(progress.read(folder)),
         stdout=ending(keeping.read(folder, "stdout")),
         stderr=ending(keeping.read(folder, "stderr")),
         others=tuple(n for n in names(run) if n != name and member_of(n) == member_of(name)),
@@ -167,14 +170,14 @@ def _changes(run: RunDir, name: str, task: Task | None) -> tuple[tuple[Changed, 
     if kept is None:
         why = "not kept: set tasks.snapshots or tasks.keep_workspaces before the run"
         return None, 0, why
-    before = task.workspace if task else {}
-    with tempfile.TemporaryDirectory(prefix="gyre-show-") as place:
-        target = Path(place) / "state"
-        try:
-            kept.copy_to(target)
-        except states.StateError as error:
-            return None, 0, str(error)
-        found = list(differences(before, target))
+    try:
+        changes = kept.changes()
+        if changes is not None:
+            found = [_changed(c.path, _side(kept, c.old), _side(kept, c.new)) for c in changes]
+        else:
+            found = _compared(kept, task)
+    except states.StateError as error:
+        return None, 0, str(error)
     budget, shown, left_out = DIFF_LINES, [], 0
     for change in found:
         lines = change.lines[:budget]
@@ -184,26 +187,61 @@ def _changes(run: RunDir, name: str, task: Task | None) -> tuple[tuple[Changed, 
     return tuple(shown), left_out, kept.reference
 
 
+@dataclass(frozen=True)
+class Side:
+    """A file before or after: its content as far as it is shown (None: too large), or where a link leads."""
+
+    data: bytes | None
+    size: int
+    link: str = ""
+
+
+def _side(kept: states.Kept, entry: Entry | None) -> Side | None:
+    if entry is None:
+        return None
+    data, size = kept.content(entry, FILE_BYTES)
+    if entry.mode == LINK:
+        return Side(None, size, (data or b"").decode("utf-8", "replace"))
+    return Side(data, size)
+
+
+def _compared(kept: states.Kept, task: Task | None) -> list[Changed]:
+    """Without a start in the store: against the task's own files."""
+    with tempfile.TemporaryDirectory(prefix="gyre-show-") as place:
+        target = Path(place) / "state"
+        kept.copy_to(target)
+        return list(differences(task.workspace if task else {}, target))
+
+
 def differences(before: Mapping[str, str], root: Path) -> Iterator[Changed]:
     """The task's own files against what is there now, by path."""
     now = {p.relative_to(root).as_posix(): p for p in root.rglob("*") if p.is_symlink() or p.is_file()}
     for path in sorted({*before, *now}):
-        old, new = before.get(path), now.get(path)
-        if new is None:
-            assert old is not None
-            yield Changed(path=path, what="removed", lines=tuple(_diff(path, old, "")))
-            continue
-        what = "added" if old is None else "changed"
-        if new.is_symlink():
-            yield Changed(path=path, what=what, lines=(), note=f"a link to {new.readlink()}")
-            continue
-        data = new.read_bytes() if new.stat().st_size <= FILE_BYTES else b"\0"
-        if old is not None and data == old.encode("utf-8", "surrogateescape"):
-            continue
-        if b"\0" in data:
-            yield Changed(path=path, what=what, lines=(), note=f"{new.stat().st_size:,} bytes, not shown")
-            continue
-        yield Changed(path=path, what=what, lines=tuple(_diff(path, old or "", data.decode("utf-8", "replace"))))
+        text = before.get(path)
+        data = text.encode("utf-8", "surrogateescape") if text is not None else None
+        old = Side(data, len(data)) if data is not None else None
+        new = _there(now[path]) if path in now else None
+        if old != new:
+            yield _changed(path, old, new)
+
+
+def _there(path: Path) -> Side:
+    if path.is_symlink():
+        return Side(None, 0, str(path.readlink()))
+    size = path.stat().st_size
+    return Side(path.read_bytes() if size <= FILE_BYTES else None, size)
+
+
+def _changed(path: str, old: Side | None, new: Side | None) -> Changed:
+    what = "added" if old is None else "removed" if new is None else "changed"
+    if new is not None and new.link:
+        return Changed(path=path, what=what, lines=(), note=f"a link to {new.link}")
+    texts = [side.data if side is not None else b"" for side in (old, new)]
+    if any(data is None or b"\0" in data for data in texts):
+        size = (new or old or Side(b"", 0)).size
+        return Changed(path=path, what=what, lines=(), note=f"{size:,} bytes, not shown")
+    before, after = ((data or b"").decode("utf-8", "replace") for data in texts)
+    return Changed(path=path, what=what, lines=tuple(_diff(path, before, after)))
 
 
 def _diff(path: str, old: str, new: str) -> Iterator[str]:

@@ -38,7 +38,8 @@ def find(run: RunDir, execution: str) -> Kept | None:
 def copy_state(source: Path, target: Path) -> None:
     """Files, directories and links (as links, never followed); sockets, pipes and devices stay behind.
 
-    A file that can't be read is left out: the agent chose its mode. Raises StateError if there is no such directory.
+    A file that can't be read is left out (the agent chose its mode), and so is one that vanishes meanwhile. Raises
+    StateError if there is no such directory.
     """
     if not source.is_dir() or source.is_symlink():
         raise StateError(f"no workspace is kept at {source}")
@@ -52,7 +53,7 @@ def _copy_folder(source: Path, target: Path) -> None:
         here, there = pending.pop()
         try:
             entries = list(os.scandir(here))
-        except PermissionError:
+        except (PermissionError, FileNotFoundError):
             continue
         for entry in entries:
             copy = there / entry.name
@@ -64,5 +65,5 @@ def _copy_folder(source: Path, target: Path) -> None:
             elif stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
                 try:
                     shutil.copy2(entry.path, copy, follow_symlinks=False)
-                except PermissionError:
+                except (PermissionError, FileNotFoundError):
                     continue

@@ -139,6 +139,21 @@ def test_the_page_is_for_terminals_programs_and_browsers(run: RunDir, tmp_path: 
     assert "<script" not in text and "http" not in text.replace("http://www.w3.org/2000/svg", "") and "+aaaaa" in text
 
 
+async def test_progress_is_measured_while_it_runs_and_is_no_score(tmp_path: Path) -> None:
+    async with rig(tmp_path, progress_every_s=0.2) as (cellctl, _proxyd, executor):
+        steps: list[Any] = [["call", "x"], ["write", "answer", "aaa"], ["sleep", 1.5], ["write", "answer", "a" * 9]]
+        await cellctl.order("p-00.0", task(*steps))
+        await cellctl.order(
+            "p-01.0", {**task(["sleep", 1.0], ["write", "answer", "a"], ["call", "x"]), "partial": False}
+        )
+        assert (await cellctl.outcome("p-00.0")).score == 0.9
+        await cellctl.outcome("p-01.0")
+    page = gather(executor.run, "p-00.0")
+    assert page.progress and {row["score"] for row in page.progress} <= {None, 0.3, 0.9}
+    assert 0.3 in {row["score"] for row in page.progress}
+    assert gather(executor.run, "p-01.0").progress == ()  # can't be graded before it has ended
+
+
 def test_an_unknown_execution_names_near_ones(run: RunDir) -> None:
     with pytest.raises(NoSuchExecution, match=r"near: g-0\d\.0"):
         gather(run, "g-09.0")
