@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cellctl import executions, policies, turning
+from cellctl import alarms, executions, policies, turning
+from cellctl.alarms import Alarm, PeerMoves, PeerStalled, StacksKept
 from cellctl.executions import Executor
 from cellctl.forecast import Forecast, WorkLevel
 from cellctl.job import JobState
@@ -25,6 +26,8 @@ from gyre_base.config import Config, from_tree
 from gyre_base.daemon import Answer, PeerLost, Send, Tick
 from gyre_base.ids import PolicyVersion
 from gyre_base.vocabulary import Purpose, Role
+
+LEFT = "left"  # why a peer is gone that said goodbye
 
 
 class Unexpected(RuntimeError):
@@ -72,6 +75,7 @@ class Scheduler:
         self.job = JobState()
         self.table_number = 0
         self.promises = Promises(self.say)
+        self.alarms: dict[str, Alarm] = {}
         self.waiting: deque[str] = deque()  # executions without an executor
         self.staggered: list[tuple[float, str]] = []  # heap: executions that go out later
         self.forecast = Forecast()
@@ -117,7 +121,7 @@ class Scheduler:
             Restart: self._restart,
             Tick: lambda _event, _now: None,
             m.Hello: self._hello,
-            m.Goodbye: lambda e, t: self._lost(PeerLost(kind=e.kind, name=e.name, why="left"), t),
+            m.Goodbye: lambda e, t: self._lost(PeerLost(kind=e.kind, name=e.name, why=LEFT), t),
             PeerLost: self._lost,
             m.ExecutionFinished: partial(executions.finished, self),
             m.CellDrained: partial(turning.drained, self),
@@ -129,6 +133,9 @@ class Scheduler:
             m.CheckpointSaved: self._checkpoint_saved,
             m.JobFacts: self._job_facts,
             m.LeaveJob: self._leave_job,
+            PeerStalled: partial(alarms.stalled, self),
+            PeerMoves: partial(alarms.moves, self),
+            StacksKept: partial(alarms.stacks_kept, self),
             m.OperatorOrder: lambda e, t: self.say(Answer(obey(self, e, t))),
         }
 
@@ -165,6 +172,7 @@ class Scheduler:
 
     def _restart(self, event: Restart, now: float) -> None:
         self.present.clear()
+        self.alarms.clear()
         self.executors.clear()
         self.job.facts, self.job.leaving = None, ""  # of an earlier life of the job, until the supervisor tells
         self.promises.forget_all_but("group")
@@ -181,6 +189,7 @@ class Scheduler:
         reborn = event.life != self.lives.get(known, event.life)
         self.lives[known] = event.life
         self.present.add(known)
+        self.alarms.pop(known, None)
         if event.kind == "executor":
             executions.executor_joined(self, event, now)
         elif event.kind == "proxyd":
@@ -204,6 +213,8 @@ class Scheduler:
 
     def _lost(self, event: PeerLost, now: float) -> None:
         self.present.discard(f"{event.kind}:{event.name}")
+        if event.why != LEFT:
+            alarms.silent(self, f"{event.kind}:{event.name}", event.why, now)
         if event.kind == "executor":
             executions.executor_lost(self, event.name, now)
         elif event.kind == "celld" and event.name in self.cells:

@@ -10,7 +10,9 @@ from typing import Any
 import orjson
 
 from cellctl import view
+from cellctl.alarms import PeerMoves, PeerStalled, StacksKept
 from cellctl.core import Restart, Scheduler, Start
+from cellctl.liveness import Liveness
 from gyre_base import config as configuration
 from gyre_base import journal as journals
 from gyre_base import messages as m
@@ -19,6 +21,7 @@ from gyre_base.bus import Received, Server
 from gyre_base.daemon import HEARTBEAT_S, Answer, PeerLost, Send, Shell, WakeAt, log_to, stop_on_signals
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
+from gyre_base.stacks import examine
 from gyre_base.tasklist import entries
 
 log = logging.getLogger(__name__)
@@ -33,11 +36,20 @@ class CellctlShell(Shell):
 
     core: Scheduler
 
-    def __init__(self, core: Scheduler, journal: journals.Journal, server: Server, run: RunDir, life: int) -> None:
+    def __init__(
+        self,
+        core: Scheduler,
+        journal: journals.Journal,
+        server: Server,
+        run: RunDir,
+        life: int,
+        liveness: Liveness,
+    ) -> None:
         super().__init__(core, journal)
         self._server, self._run, self._life = server, run, life
         self._routes: dict[str, bytes] = {}
-        self._seen: dict[str, float] = {}
+        self.liveness = liveness
+        self._pids: dict[str, int] = {}
         self._asker: Received | None = None
         self._incoming: asyncio.Queue[Received] = asyncio.Queue(maxsize=4 * BATCH)
         self._decided: list[tuple[Any, Received | None]] = []
@@ -55,8 +67,8 @@ class CellctlShell(Shell):
 
     def expect(self, peers: list[str]) -> None:
         """After a restart: these peers are lost unless they say hello in time."""
-        now = self.clock.now()
-        self._seen.update(dict.fromkeys(peers, now))
+        for peer in peers:
+            self.liveness.heard(peer, self.clock.now())
 
     async def listen(self) -> None:
         """All that comes in, in order, up to a bound; beyond it ZeroMQ holds the rest. A heartbeat does not queue:
@@ -64,8 +76,10 @@ class CellctlShell(Shell):
         disk is slow and events wait for it, nobody is to be given up for that."""
         async for received in self._server:
             match received.message:
-                case m.Heartbeat(kind=kind, name=name):
-                    await self._beat(received, f"{kind}:{name}")
+                case m.Heartbeat():
+                    await self._beat(received, received.message)
+                case m.Stacks(text=text):
+                    self._keep_stacks(received.peer, text)
                 case _:
                     await self._incoming.put(received)
 
@@ -84,9 +98,10 @@ class CellctlShell(Shell):
         """Questions are answered here from the state, orders go through the core."""
         message = received.message
         match message:
-            case m.Hello(kind=kind, name=name):
+            case m.Hello(kind=kind, name=name, pid=pid):
                 self._routes[f"{kind}:{name}"] = received.peer
-                self._seen[f"{kind}:{name}"] = self.clock.now()
+                self._pids[f"{kind}:{name}"] = pid
+                self.liveness.heard(f"{kind}:{name}", self.clock.now())
                 await self._server.send(received.peer, m.Welcome(life=self._life), received.correlation)
                 self._decide(message, None)
             case m.StatusRequest():
@@ -95,12 +110,36 @@ class CellctlShell(Shell):
             case _:
                 self._decide(message, received)
 
-    async def _beat(self, received: Received, peer: str) -> None:
-        """A heartbeat from a peer we do not know (we restarted, or gave it up) is asked to say hello again."""
+    async def _beat(self, received: Received, beat: m.Heartbeat) -> None:
+        """A peer that we do not know (we restarted, or gave it up), or that holds other executions than we think, is
+        asked to say hello: that makes both lists one."""
+        peer, now = f"{beat.kind}:{beat.name}", self.clock.now()
         if peer not in self._routes:
             await self._server.send(received.peer, m.Welcome(life=self._life))
             return
-        self._seen[peer] = self.clock.now()
+        if beat.kind != "executor":
+            if self.liveness.beat(peer, beat.progress, beat.work, now):
+                self._spawn_step(PeerMoves(kind=beat.kind, name=beat.name))
+            return
+        self.liveness.heard(peer, now)
+        executor = self.core.executors.get(beat.name)
+        if executor is not None and self.liveness.disagrees(peer, beat.work, executor.held):
+            log.warning("%s holds %d executions, not %d; both lists are compared", peer, beat.work, executor.held)
+            await self._server.send(received.peer, m.Welcome(life=self._life))
+
+    def _spawn_step(self, event: Any) -> None:
+        """Into the ordered stream, without holding up the heartbeats."""
+        self.spawn(self.step(event))
+
+    def _keep_stacks(self, route: bytes, text: str) -> None:
+        """Into a file of its own; `status` names it."""
+        peer = next((known for known, its in self._routes.items() if its == route), "")
+        alarm = self.core.alarms.get(peer)
+        if alarm is not None:
+            path = self._run.path("log", f"stalled-{peer.replace(':', '-')}-{int(alarm.since)}.txt")
+            path.write_text(text)
+            log.critical("%s %s; its stacks are in %s", peer, alarm.what, path)
+            self._spawn_step(StacksKept(peer=peer, file=str(path.relative_to(self._run.root))))
 
     def _rows(self, request: m.StatusRequest) -> list[dict[str, Any]]:
         now = self.clock.now()
@@ -115,23 +154,35 @@ class CellctlShell(Shell):
                 return view.status(self.core, now)
         return [{"error": f"no view is called {request.what!r}: {', '.join(VIEWS)}"}]
 
-    async def watch_peers(self, timeout_s: float) -> None:
-        """Silence is a loss; Slurm would notice minutes later. While this process stood still itself it could hear
-        nobody:
-        that time is held against no peer."""
+    async def watch_peers(self) -> None:
+        """Silence is a loss; Slurm would notice minutes later. Work without progress is an alarm. While this process
+        stood still itself it could hear nobody: that time is held against no peer."""
         before = self.clock.now()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now = self.clock.now()
-            stall_s = max(0.0, now - before - HEARTBEAT_S)
+            stood_s = max(0.0, now - before - HEARTBEAT_S)
             before = now
-            for peer, seen in list(self._seen.items()):
-                self._seen[peer] = seen = min(now, seen + stall_s)
-                if now - seen > timeout_s:
-                    del self._seen[peer]
-                    self._routes.pop(peer, None)
-                    kind, _, name = peer.partition(":")
-                    await self.step(PeerLost(kind=kind, name=name, why=f"silent for {now - seen:.0f} s"))
+            self.liveness.we_stood_still(stood_s, now)
+            for peer, seconds in self.liveness.silent(now):
+                self._routes.pop(peer, None)
+                kind, _, name = peer.partition(":")
+                why = f"silent for {seconds:.0f} s" + await self._seen_from_outside(peer)
+                await self.step(PeerLost(kind=kind, name=name, why=why))
+            for stall in self.liveness.stalled(now):
+                kind, _, name = stall.peer.partition(":")
+                await self.step(PeerStalled(kind=kind, name=name, work=stall.work, seconds=stall.seconds))
+
+    async def _seen_from_outside(self, peer: str) -> str:
+        """Where its process stands, if it is one of this machine; its stacks go into the log."""
+        kind, _, name = peer.partition(":")
+        file = {"executor": name, "celld": f"celld-{name}"}.get(kind, kind)
+        dump = self._run.path("log", f"{file}.stacks")
+        found = await asyncio.to_thread(examine, self._pids.get(peer, 0), self._run.root, dump)
+        state, _, text = found.partition("\n")
+        if text:
+            log.critical("%s is silent; what it does:\n%s", peer, text)
+        return f"; {state}" if state else ""
 
     async def drain_timers(self) -> None:
         """Ticks that the core asked for."""
@@ -168,7 +219,7 @@ class CellctlShell(Shell):
                 await self.perform(command)
         for peer in self._leavers:
             self._routes.pop(peer, None)
-            self._seen.pop(peer, None)
+            self.liveness.forget(peer)
         self._leavers.clear()
 
     def _sample(self) -> None:
@@ -231,7 +282,8 @@ async def _serve(run: RunDir) -> None:
     journals.mend_tail(path)
     core = restore(path)
     server = Server(run, keys, kind="cellctl", name="cellctl", life=life, bind=config.cluster.bind)
-    shell = CellctlShell(core, journals.Journal(path), server, run, life)
+    liveness = Liveness(config.cluster.peer_timeout_s, config.cluster.stall_s)
+    shell = CellctlShell(core, journals.Journal(path), server, run, life, liveness)
     train, heldout = entries(config.tasks.train), entries(config.tasks.heldout)
     shell.know_tasks({**train, **heldout})
     stop_on_signals(shell.stopping)
@@ -243,7 +295,7 @@ async def _serve(run: RunDir) -> None:
         shell.expect([f"executor:{name}" for name in core.executors])
         await shell.step(Restart(life=life))
     log.info("cellctl life %d listens on %s, phase %s", life, server.address, core.phase)
-    for work in (shell.listen(), shell.work(), shell.watch_peers(config.cluster.peer_timeout_s), shell.drain_timers()):
+    for work in (shell.listen(), shell.work(), shell.watch_peers(), shell.drain_timers()):
         shell.spawn(work)
     try:
         await shell.stopping.wait()

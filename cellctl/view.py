@@ -10,11 +10,12 @@ from gyre_base.vocabulary import Role
 
 
 def status(scheduler: Scheduler, now: float) -> list[dict[str, Any]]:
-    """One row for the run, one per cell, one per executor."""
+    """One row for the run, one per cell, one per executor, one per alarm."""
     return [
         run_row(scheduler, now),
         *(cell_row(scheduler, name, now) for name in scheduler.cells),
         *({"executor": e.name, "slots": e.slots, "held": e.held} for e in scheduler.executors.values()),
+        *(alarm.row(peer, now) for peer, alarm in scheduler.alarms.items()),
     ]
 
 

@@ -129,6 +129,13 @@ class EngineClient:
             throughput=sum(rank.get("gen_throughput", 0.0) for rank in ranks),
         )
 
+    async def tokens(self) -> int | None:
+        """Tokens generated since it started, of /metrics; None where it tells none."""
+        text = await self._get("/metrics")
+        lines = str(text).splitlines() if isinstance(text, str) else []
+        counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith("sglang:generation_tokens_total")]
+        return int(sum(map(float, counts))) if counts else None
+
     async def probe(self, *, token_id: int = 0, need_release: bool = True) -> EngineFacts:
         """Check settings and one short generation against what training data needs. Raises EngineUnsuitable.
 

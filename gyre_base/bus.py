@@ -23,7 +23,9 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from gyre_base import wire
 from gyre_base.allocation import own_address
 from gyre_base.keys import Keys
+from gyre_base.messages import DumpStacks, Stacks
 from gyre_base.rundir import EndpointFile, RunDir
+from gyre_base.stacks import stacks
 
 log = logging.getLogger(__name__)
 QUEUE_LIMIT = 20_000  # messages per peer held by ZeroMQ; beyond that a sender is told instead of memory growing
@@ -170,6 +172,8 @@ class Client:
                 future = self._waiting.pop(correlation, None)
                 if future is not None and not future.done():
                     future.set_result(message)
+                elif isinstance(message, DumpStacks):  # here, so that a daemon answers whatever it is busy with
+                    await socket.send_multipart(wire.encode(Stacks(text=stacks())))
                 elif correlation == 0:
                     self.inbox.put_nowait(message)
 

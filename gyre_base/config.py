@@ -30,10 +30,11 @@ class ClusterConfig:
     bind: str = "auto"  # where daemons listen; auto = the node's own address in a Slurm job, else 127.0.0.1
     executors: int = 1  # executor processes; each holds many executions
     peer_timeout_s: float = 20.0  # silence that counts as lost: lower finds faults sooner, higher rides out swaps
+    stall_s: float = 600.0  # work in hand and nothing done for so long: alarm with stacks; an engine or rank starts anew
     python: tuple[str, ...] = ()  # runs Python on the nodes of a job, as in a container; empty = this interpreter
     srun_options: tuple[str, ...] = ()  # more words for each step of a job, such as ["--container-image=gyre.sqsh"]
     executor_partition: str = ""  # Slurm partition of the executors' own jobs; empty = beside the supervisor
-    executor_options: tuple[str, ...] = ()  # more options of these jobs, such as ["mem=16G", "time=60"] (time in minutes)
+    executor_options: tuple[str, ...] = ()  # more options of these jobs, such as ["mem=16G", "time=60"] (in minutes)
     executors_max: int = 0  # the pool grows to so many with the dispatched work; 0 = always `executors`
     executor_idle_s: float = 120.0  # an executor beyond `executors` that held nothing for so long goes
     dead_man_s: float = 60.0  # a node that hears nothing of the supervisor stops its work; lower than a lost node costs

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from gyre_base.clock import Clock, WallClock
 from gyre_base.journal import Journal
 from gyre_base.messages import message
+from gyre_base.stacks import LoopWatch, dump_on_signal
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
@@ -146,13 +147,22 @@ class Shell(ABC):
 
 
 def run_main(main: Callable[[], Coroutine[Any, Any, None]], on_stop: Callable[[], None] | None = None) -> None:
-    """asyncio.run with uvloop where there is one."""
+    """asyncio.run with uvloop where there is one. A loop that stands still leaves its stacks in the log."""
+
+    async def watched() -> None:
+        watch = LoopWatch()
+        watch.start(asyncio.get_running_loop())
+        try:
+            await main()
+        finally:
+            watch.end()
+
     with contextlib.suppress(ImportError):
         import uvloop
 
-        uvloop.run(main())
+        uvloop.run(watched())
         return
-    asyncio.run(main())
+    asyncio.run(watched())
 
 
 def stop_on_signals(stopping: asyncio.Event, told: Callable[[], None] | None = None) -> None:
@@ -169,10 +179,11 @@ def stop_on_signals(stopping: asyncio.Event, told: Callable[[], None] | None = N
 
 
 def log_to(path: Path | None, *, name: str) -> None:
-    """One log file per daemon; stderr as well when it is a terminal or no file is given."""
+    """One log file per daemon; stderr as well when it is a terminal or no file is given. SIGUSR2: stacks beside it."""
     handlers: list[logging.Handler] = []
     if path is not None:
         handlers.append(logging.FileHandler(path))
+        dump_on_signal(open(path.with_suffix(".stacks"), "a"))  # noqa: SIM115 - for the life of the process
     if path is None or sys.stderr.isatty():
         handlers.append(logging.StreamHandler(sys.stderr))
     logging.basicConfig(

@@ -57,14 +57,16 @@ class Welcome:
 
 @message("heartbeat")
 class Heartbeat:
-    """peer -> server every 2 s. Once. `progress` counts finished work, so that a stalled peer differs from an idle
-    one.
+    """peer -> server every 2 s. Once. `progress` counts finished work (tokens, micro-steps, calls), `work` what it has
+    in hand: a peer with work and without progress is stalled, one without work is idle. An executor's `work` is the
+    number of executions that it holds.
     """
 
     kind: str
     name: str
     life: int
     progress: int = 0
+    work: int = 0
 
 
 @message("goodbye")
@@ -74,6 +76,18 @@ class Goodbye:
     kind: str
     name: str
     life: int
+
+
+@message("stacks?")
+class DumpStacks:
+    """server -> peer. Once: say what every thread and task of yours is doing. Answered by `stacks` in any daemon."""
+
+
+@message("stacks")
+class Stacks:
+    """peer -> server. `text` is for people."""
+
+    text: str
 
 
 @message("status?")

@@ -152,7 +152,9 @@ class ProxydShell(Shell):
                     log.warning("cellctl does not answer a hello")
                 continue
             if endpoint is not None:
-                beat = m.Heartbeat(kind="proxyd", name="proxyd", life=life, progress=self.service.progress)
+                work = sum(map(len, self.core.on_cell.values()))  # calls that an engine has
+                progress = self.service.vital_signs
+                beat = m.Heartbeat(kind="proxyd", name="proxyd", life=life, progress=progress, work=work)
                 await self._client.send(beat)
             await asyncio.sleep(HEARTBEAT_S if greeted >= 0 else 0.1)
 

@@ -44,6 +44,7 @@ class EngineClient:
     """One session for all engines; connections are kept."""
 
     def __init__(self, admin_key: str, stop_ids: frozenset[int], stream_interval: int) -> None:
+        self.chunks = 0  # that any engine sent: proof of life by tokens
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._stop = orjson.dumps(sorted(stop_ids))
         self._interval = stream_interval
@@ -85,6 +86,7 @@ class EngineClient:
                     if "error" in chunk:
                         raise _Refused(str(chunk["error"])[:300])
                     sampled.take(chunk)
+                    self.chunks += 1
         except _Refused as error:
             return Ended("refused", why=str(error))
         except _Busy as error:

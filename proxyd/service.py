@@ -92,6 +92,11 @@ class Service:
         self._stopping = False
 
     @property
+    def vital_signs(self) -> int:
+        """Grows with every finished call and every piece that an engine sends."""
+        return self.progress + self._engines.chunks
+
+    @property
     def log_trouble(self) -> str:
         """Why the log can't be written just now; empty when it can."""
         return self._log.trouble

@@ -85,6 +85,7 @@ def engine_command(
         *("--weight-version", version),
         *("--admin-api-key-file", str(run.path("keys", "admin"))),
         *("--context-length", str(engine.context_length)),
+        *("--stacks-file", str(run.path("log", f"engine-{cell}.stacks"))),
         *(_emulated(config, cell) if engine.kind == "emulate" else _tiny(config, seed)),
     ]
 

@@ -15,6 +15,7 @@ from celld.agent import core as c
 from celld.agent.children import Child, engine_command, rank_command, sglang_settings
 from celld.agent.deadman import DeadMan, Verdict, read_beat, requeue
 from celld.agent.switching import Switcher
+from celld.agent.vitals import Vitals
 from celld.engine_client import EngineClient, EngineError
 from celld.sglang.launch import command as sglang_command
 from celld.weights import SocketTransport, WeightsError
@@ -27,6 +28,7 @@ from gyre_base.daemon import HEARTBEAT_S, Send, Shell, log_to, stop_on_signals
 from gyre_base.journal import Journal, mend_tail
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir
+from gyre_base.stacks import examine
 from gyre_base.vocabulary import Role
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class AgentShell(Shell):
         }
         self._launching: set[str] = set()
         self._engine: EngineClient | None = None
+        self._vitals = Vitals(config.cluster.stall_s)
         self._switch: asyncio.Task[None] | None = None
         self._allocation = Allocation.here()
         self._supervisor = Client(run, keys, "supervisor", identity=f"celld:{cell}:{life}")
@@ -223,10 +226,10 @@ class AgentShell(Shell):
                 return
 
     async def beat(self) -> None:
-        count = 0
         while True:
-            await self._cellctl.send(m.Heartbeat(kind="celld", name=self._cell, life=self._life, progress=count))
-            count += 1
+            progress, work = self._vitals.progress, self._vitals.work
+            beat = m.Heartbeat(kind="celld", name=self._cell, life=self._life, progress=progress, work=work)
+            await self._cellctl.send(beat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def probe_engine(self) -> None:
@@ -239,8 +242,43 @@ class AgentShell(Shell):
             silent = 0 if await self._engine.alive(PROBE_EVERY_S) else silent + 1
             if silent >= SILENT_PROBES:
                 silent = 0
-                await self._children["engine"].end()
-                self._child_died("engine", f"no answer to {SILENT_PROBES} probes")
+                await self._end_stalled("engine", f"no answer to {SILENT_PROBES} probes")
+
+    async def watch_work(self) -> None:
+        """Liveness by tokens and micro-steps: a child with work that gets nothing done is started anew."""
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            for child, count in (("engine", self._tokens), ("rank", self._micro_steps)):
+                found = await count() if child in self.core.up else None
+                if found is None:
+                    self._vitals.forget(child)
+                elif stalled_s := self._vitals.look(child, *found, asyncio.get_running_loop().time()):
+                    await self._end_stalled(child, f"{found[1]} in hand and nothing done for {stalled_s:.0f} s")
+
+    async def _tokens(self) -> tuple[int, int] | None:
+        """(generated so far, requests that run)."""
+        assert self._engine is not None
+        with contextlib.suppress(EngineError):
+            loads, tokens = await self._engine.loads(), await self._engine.tokens()
+            return None if tokens is None else (tokens, loads.running)
+        return None
+
+    async def _micro_steps(self) -> tuple[int, int] | None:
+        """(committed so far, whether one is in hand)."""
+        with contextlib.suppress(NoAnswer):
+            reply = await self._rank.ask(m.StatusRequest(), timeout_s=PROBE_EVERY_S)
+            row = reply.rows[0]
+            return int(row["micro_steps"]), int(row["holds_lease"])
+        return None
+
+    async def _end_stalled(self, child: str, why: str) -> None:
+        """Its stacks into our log, then its end; the core starts another."""
+        pid, dump = self._children[child].pid, self._run.path("log", f"{child}-{self._cell}.stacks")
+        found = await asyncio.to_thread(examine, pid, self._run.root, dump) if pid else ""
+        log.critical("the %s is stalled: %s; %s", child, why, found or "its process can't be seen")
+        self._vitals.forget(child)
+        await self._children[child].end()
+        self._child_died(child, f"{why}; {found.partition(chr(10))[0]}".rstrip("; "))
 
     async def heed_supervisor(self) -> None:
         """In a Slurm job: the dead-man switch. Whoever is fenced or orphaned stops its work and ends."""
@@ -337,7 +375,14 @@ async def _serve(run: RunDir, cell: str) -> None:
     shell = AgentShell(run, keys, config, cell, life, server)
     stop_on_signals(shell.stopping, lambda: setattr(shell, "signalled", True))
     server.start()
-    works = (shell.hear_cellctl(), shell.beat(), shell.probe_engine(), shell.answer_people(), shell.heed_supervisor())
+    works = (
+        shell.hear_cellctl(),
+        shell.beat(),
+        shell.probe_engine(),
+        shell.watch_work(),
+        shell.answer_people(),
+        shell.heed_supervisor(),
+    )
     for work in works:
         shell.spawn(work)
     shell.post(c.Start())

@@ -23,6 +23,7 @@ from aiohttp import web
 from celld.emulate.engine import LOGPROB, RELEASABLE, Engine, Refused, Request, Times
 from celld.emulate.pool import Pace
 from gyre_base.daemon import run_main
+from gyre_base.stacks import dump_on_signal
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY_BYTES = 32 << 20
@@ -248,7 +249,7 @@ class Server:
             "num_requests_total": engine.counts["requests"],
             "num_aborted_requests_total": engine.counts["aborted"],
             "prompt_tokens_total": engine.counts["prompt_tokens"],
-            "generation_tokens_total": engine.pool.tokens,
+            "generation_tokens_total": engine.pool.tokens + sum(map(engine.pool.done, engine.pool.running)),
             "request_seconds_total": engine.pool.request_s,
         }
         lines = [f'sglang:{name}{{model_name="{self._name}"}} {value}' for name, value in values.items()]
@@ -287,6 +288,7 @@ def parser() -> argparse.ArgumentParser:
     add("--weight-version", default="default")
     add("--admin-api-key-file", type=Path)
     add("--context-length", type=int, default=1 << 20)
+    add("--stacks-file", type=Path, help="SIGUSR2 writes the stacks there")
     add("--slots", type=int, required=True, help="requests at which the load is 1")
     add("--tokens-per-s", type=float, required=True, help="of one request at load 1")
     add("--load-slope", type=float, default=0.0)
@@ -323,6 +325,8 @@ async def serve(args: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
+    if args.stacks_file:
+        dump_on_signal(open(args.stacks_file, "a"))  # noqa: SIM115 - for the life of the process
     try:
         run_main(lambda: serve(args))
     except OSError as error:

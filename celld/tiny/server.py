@@ -23,6 +23,7 @@ from celld.tiny.engine import Engine
 from celld.tiny.runner import Runner, WeightsError
 from celld.tiny.scheduler import Scheduler
 from celld.tiny.wire import Limits
+from gyre_base.stacks import dump_on_signal
 
 BAD_USAGE, REFUSED = 2, 4
 
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cache-slots", type=int, help="finished prefixes kept for reuse; default: twice the running requests")
     add("--max-prefill-tokens", type=int, default=1024, help="per step; lower values delay decoding rows less")
     add("--stream-interval", type=int, default=16, help="tokens per stream chunk after the first token")
+    add("--stacks-file", type=Path, help="SIGUSR2 writes the stacks of all threads there")
     add("--threads", type=int, default=1, help="torch threads")
     add("--seed", type=int, default=0, help="with the request id, the sampling noise of requests without a seed")
     return options
@@ -63,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run until TERM or INT."""
     args = parser().parse_args(arguments)
+    if args.stacks_file:
+        dump_on_signal(open(args.stacks_file, "a"))  # noqa: SIM115 - for the life of the process
     try:
         low = [n for n in ("max_running_requests", "context_length", "stream_interval", "threads") if vars(args)[n] < 1]
         if low:

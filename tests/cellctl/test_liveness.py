@@ -11,6 +11,7 @@ import pytest
 
 from cellctl import daemon as daemons
 from cellctl.core import Scheduler
+from cellctl.liveness import Liveness
 from gyre_base import messages as m
 from gyre_base.bus import Client, Server
 from gyre_base.daemon import PeerLost
@@ -36,7 +37,9 @@ async def shell(tmp_path, monkeypatch):
     keys = make_keys(run)
     server = Server(run, keys, kind="cellctl", name="cellctl", life=1, bind="127.0.0.1")
     server.start()
-    made = daemons.CellctlShell(Scheduler(), Journal(run.path("journal", "cellctl.jsonl")), server, run, 1)
+    made = daemons.CellctlShell(
+        Scheduler(), Journal(run.path("journal", "cellctl.jsonl")), server, run, 1, Liveness(20.0, 60.0)
+    )
     made.clock = HandClock()
     made.lost = []
 
@@ -51,18 +54,18 @@ async def shell(tmp_path, monkeypatch):
 
 async def test_time_in_which_we_stood_still_is_held_against_nobody(shell):
     made, _, _ = shell
-    made._seen["executor:ex0"] = made.clock.now()
-    task = asyncio.create_task(made.watch_peers(20.0))
+    made.liveness.heard("executor:ex0", made.clock.now())
+    task = asyncio.create_task(made.watch_peers())
     await asyncio.sleep(0.1)
     made.clock.at += 500.0  # the machine was asleep, and we with it
     await asyncio.sleep(0.1)
     assert made.lost == []
     for _ in range(25):  # now time passes while we look
         made.clock.at += 1.0 + daemons.HEARTBEAT_S
-        made._seen["celld:c0"] = made.clock.at
+        made.liveness.heard("celld:c0", made.clock.at)
         await asyncio.sleep(0.03)
     task.cancel()
-    assert "celld:c0" in made._seen
+    assert "celld:c0" in made.liveness.peers
 
 
 async def test_a_heartbeat_of_a_peer_that_was_given_up_is_answered_by_a_welcome(shell):
