@@ -30,10 +30,12 @@ from gyre_exec import keeping
 from gyre_exec.core import ExecutorCore, Held, Limits
 from gyre_exec.evaluator import evaluate
 from gyre_exec.fields import TaskError
+from gyre_exec.gitobjects import SnapshotError
 from gyre_exec.harness import Adapter, Launch, adapter_for
 from gyre_exec.progress import Progress, Running
 from gyre_exec.quota import Watch, Watched
 from gyre_exec.relay import Relay
+from gyre_exec.snapshot import Store
 from gyre_exec.tasks import Task, from_order
 from gyre_exec.upstream import Address, Upstream, address_of
 from gyre_exec.workspace import MARK, SOCKET, CommandLine, Settings, Workspace, WorkspaceError, kinds
@@ -71,6 +73,8 @@ class Executor(daemon.Shell):
         self._tasks_of: dict[str, Task] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._children: dict[str, children.Child] = {}
+        self.store = Store(run.root)
+        self._starts: dict[str, str] = {}  # commits of what executions were given
         self._catalogue: dict[str, dict[str, Any]] | None = None
         self._janitor: asyncio.Queue[Path] = asyncio.Queue()
         self._start_folder = str(Path.cwd())
@@ -122,7 +126,7 @@ class Executor(daemon.Shell):
             task = self._tasks_of[name] = self._task(self.core.held[name].order)
             place = self._workspaces[name] = self._kind(self.folder(name), self._places)
             if sum(map(len, task.workspace.values())) <= SMALL_BYTES and not task.container:
-                place.prepare(task)
+                self._make(name, place, task)
                 self.post(e.Prepared(execution=name, limit_s=task.limit_s))
             else:
                 self.spawn(self._prepare_beside(name, place, task))
@@ -131,11 +135,21 @@ class Executor(daemon.Shell):
 
     async def _prepare_beside(self, name: str, place: Workspace, task: Task) -> None:
         try:
-            await asyncio.to_thread(place.prepare, task)
+            await asyncio.to_thread(self._make, name, place, task)
         except WorkspaceError as error:
             self._broken(name, error)
         else:
             self.post(e.Prepared(execution=name, limit_s=task.limit_s))
+
+    def _make(self, name: str, place: Workspace, task: Task) -> None:
+        """The workspace, and its start in the store: the same for all executions of a task."""
+        place.prepare(task)
+        if self.settings.tasks.snapshots:
+            key = (task.id, hash(tuple(task.workspace.items())))
+            try:
+                self._starts[name] = self.store.start(key, place.root, self._watch.disk_bytes)
+            except SnapshotError as error:
+                log.warning("the start of %s is not kept: %s", name, error)
 
     def _broken(self, name: str, error: Exception) -> None:
         outcome = Outcome.UNSCORED if isinstance(error, TaskError) else Outcome.INFRA_FAILED
@@ -263,6 +277,8 @@ class Executor(daemon.Shell):
 
     async def _evaluate(self, name: str, time_up: bool) -> None:
         task, place = self._tasks_of[name], self._workspaces[name]
+        if self.settings.tasks.snapshots and name in self._starts:
+            await asyncio.to_thread(self._keep, name, place, self._starts.pop(name))
         ruler = task.ruler(time_up=time_up)
         if ruler is None:
             why = "time ran out, and the task says that partial work can't be graded"
@@ -272,10 +288,18 @@ class Executor(daemon.Shell):
         limit_s = self.settings.tasks.evaluation_limit_s
         self.post(await evaluate(name, task, ruler, place.root, scorer, limit_s))
 
+    def _keep(self, name: str, place: Workspace, start: str) -> None:
+        """The workspace as it is about to be scored. Trouble here costs the snapshot, not the score."""
+        try:
+            self.store.keep(name, place.root, start, self._watch.disk_bytes)
+        except SnapshotError as error:
+            log.warning("no snapshot of %s: %s", name, error)
+
     def _settle(self, name: str) -> None:
         finished = self.core.held[name].outcome
         assert finished is not None
         self._workspaces.pop(name, None)
+        self._starts.pop(name, None)
         try:
             keeping.write_outcome(self.folder(name), finished)
         except OSError as error:
@@ -329,8 +353,9 @@ class Executor(daemon.Shell):
             endpoint = self.run_dir.endpoint("cellctl")
             if endpoint is not None and (endpoint.address, endpoint.life) != self._server_seen:
                 await self._say_hello()
-            progress = sum(self.core.finished.values())
-            await self.client.send(m.Heartbeat(kind="executor", name=self.name, life=self.life, progress=progress))
+            progress, work = sum(self.core.finished.values()), len(self.core.held)
+            beat = m.Heartbeat(kind="executor", name=self.name, life=self.life, progress=progress, work=work)
+            await self.client.send(beat)
             proxyd = self.run_dir.endpoint("proxyd")
             if proxyd is not None and self._proxy_seen != (proxyd.address, proxyd.life):
                 if self._proxy_seen is not None:

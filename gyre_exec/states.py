@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_base.rundir import RunDir
+from gyre_exec.gitobjects import SnapshotError
+from gyre_exec.snapshot import FOLDER, Change, Entry, Store
 
 
 class StateError(Exception):
@@ -19,20 +21,56 @@ class StateError(Exception):
 
 @dataclass(frozen=True)
 class Kept:
-    """A state that is still there. `reference` says where, for the score that was made of it."""
+    """A state that is still there: a snapshot, or the directory itself. `reference` says where, for the score that was
+    made of it.
+    """
 
     reference: str
+    store: Store
+    commit: str | None
     folder: Path
 
     def copy_to(self, target: Path) -> None:
         """Raises StateError."""
-        copy_state(self.folder, target)
+        if self.commit is None:
+            copy_state(self.folder, target)
+            return
+        try:
+            self.store.restore(self.commit, target)
+        except SnapshotError as error:
+            raise StateError(str(error)) from None
+
+    def changes(self) -> list[Change] | None:
+        """What differs from its start, without reading what does not; None if no start is kept. Raises StateError."""
+        if self.commit is None:
+            return None
+        try:
+            start, end = self.store.trees(self.commit)
+            return list(self.store.changes(start, end)) if start else None
+        except SnapshotError as error:
+            raise StateError(str(error)) from None
+
+    def content(self, entry: Entry, limit: int) -> tuple[bytes | None, int]:
+        """What a file of `changes` holds, None if that is more than `limit` bytes, and its size. Raises StateError."""
+        kept: list[bytes] = []
+        size = 0
+        try:
+            for chunk in self.store.objects.chunks(entry.oid):
+                size += len(chunk)
+                if size <= limit:
+                    kept.append(chunk)
+        except SnapshotError as error:
+            raise StateError(str(error)) from None
+        return (b"".join(kept) if size <= limit else None), size
 
 
 def find(run: RunDir, execution: str) -> Kept | None:
     """What `execution` left, or None if it is not kept."""
-    folder = run.path("executions", execution, "workspace")
-    return Kept(f"executions/{execution}/workspace", folder) if folder.is_dir() else None
+    store, folder = Store(run.root), run.path("executions", execution, "workspace")
+    commit = store.find(execution)
+    if commit is not None:
+        return Kept(f"{FOLDER}@{commit[:12]}", store, commit, folder)
+    return Kept(f"executions/{execution}/workspace", store, None, folder) if folder.is_dir() else None
 
 
 def copy_state(source: Path, target: Path) -> None:
