@@ -47,8 +47,9 @@ def header_word(text: str) -> str:
     """A value as a `#SBATCH` line takes it. Raises ConfigError for what no quoting carries over."""
     if SAFE.fullmatch(text):
         return text
-    if any(c in text for c in '"\\\n'):
-        raise ConfigError(f"{text!r} holds a quote, a backslash or a line end, which a job script's header can't carry")
+    if '"' in text or "\\" in text or not text.isprintable():
+        words = "holds a quote, a backslash or an unprintable character, which a job script's header can't carry"
+        raise ConfigError(f"{text!r} {words}")
     return f'"{text}"'
 
 
@@ -99,7 +100,7 @@ class Script:
 def parse(path: Path, more: tuple[str, ...] = ()) -> Script:
     """Read a job script; `more` are further words for sbatch, which win. Raises ConfigError."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().split("\n")  # as Slurm and the shell do: splitlines knows other line ends
     except FileNotFoundError:
         raise ConfigError(f"no job script at {path}; `gyre init` writes one") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`gyre submit`: what would go wrong with a planned job, and the hand-over to sbatch. What can't be known from here, the
+"""`gyre submit`: what would go wrong with a planned job, and the hand-over to sbatch. What can't be known here, the
 nodes themselves, is `gyre doctor`'s.
 """
 
