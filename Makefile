@@ -25,7 +25,7 @@ test: $(STAMP)              ## the whole default test suite
 	$(PY) -m pytest -n 2 --dist worksteal $(TEST_ARGS)
 
 SLURM_PACKAGES = slurm-wlm munge iproute2
-SLURM_PYTEST   = GYRE_TEST_SLURM=1 $(PY) -m pytest -n0 -v --junitxml=slurm-report.xml
+SLURM_PYTEST   = GYRE_TEST_SLURM=1 $(PY) -m pytest -n 2 --dist worksteal -v --junitxml=slurm-report.xml
 
 slurm-packages:
 	command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre_cli.emulate import write_model
 from tests.slurm.minislurm import Cluster, why_not
 from tests.system.conftest import make_random
 
@@ -42,6 +43,14 @@ def quiet_slurm(slurm: Cluster) -> Iterator[Cluster]:
     yield slurm
     slurm.clear()
     slurm.mend_all()
+
+
+@pytest.fixture(scope="session")
+def no_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and a vocabulary for emulated engines."""
+    folder = tmp_path_factory.mktemp("model") / "none"
+    write_model(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,7 @@ class Cluster:
         number = int.from_bytes(str(self.root).encode(), "big") % 1_000_003
         self._tag = f"{number:05x}"
         self._net = self._free_net(number)
-        self._port = 16_000 + number % 90 * 100
+        self._port = 16_000 + int(self._net.rpartition(".")[2]) * 50  # nets differ, so ports do
 
     # ---- names ------------------------------------------------------------------------------------------------------
 

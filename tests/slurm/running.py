@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import re
 import shlex
 import sys
@@ -25,12 +26,33 @@ SMALL: Tree = {
     "rollout": {"max_new_tokens": 100},
     "evaluation": {"tasks": 0},
 }
+HOUR_S = 12.0  # that an hour of an emulated execution takes
+EMULATED: Tree = {
+    **SMALL,
+    "engine": {"kind": "emulate", "context_length": 1 << 20, "stream_interval": 1 << 20},
+    "emulate": {"time_scale": HOUR_S / 3600, "execution_node_s": 60.0},
+    "rollout": {"max_new_tokens": 1 << 19},
+    "trainer": {"micro_step_tokens": 1, "checkpoint_every_steps": 3},
+}
 HEADER = "--requeue --no-kill --open-mode=append --ntasks-per-node=1 --cpus-per-task=2"
-START_S = 150.0  # of four cells on two cores that others use too
+START_S = 240.0  # of four cells on two cores that others use too
 
 
 def setting(**changes: Any) -> Tree:
+    """Real engines and trainers, of a very small network."""
     return changed(SMALL, **changes)
+
+
+def emulated(folder: Path, **changes: Any) -> Tree:
+    """Engines and trainers that take time and do no arithmetic: every process, message and file is the real one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hours, tasks = folder / "hours", folder / "tasks.jsonl"
+    hours.write_text("".join(" ".join(f"{0.05 + 0.02 * i:.2f}" for i in range(4)) + "\n" for _ in range(80)))
+    evaluator = {"command": ["/bin/cp", "{workspace}/score.json", "{out}"], "name": "emulated"}
+    rows = ({"id": f"t{i}", "instruction": str(i), "workspace": {}, "evaluator": evaluator} for i in range(80))
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    harness = [sys.executable, "-I", "-S", str(ROOT / "celld" / "emulate" / "harness.py"), "128", "3", str(hours)]
+    return changed({**EMULATED, "tasks": {"train": str(tasks), "harness": harness}}, **changes)
 
 
 class JobRun(Run):
@@ -123,7 +145,7 @@ class JobRun(Run):
         rows = self.rows("cellctl", timeout_s=timeout_s)
         return {**rows[0], "roles": {row["cell"]: row["role"] for row in rows if "cell" in row}}
 
-    def finish(self, timeout_s: float = 180.0) -> dict[str, Any]:
+    def finish(self, timeout_s: float = 400.0) -> dict[str, Any]:
         """Until it is done: its summary."""
         self.wait_for(lambda: self.state() not in ("PENDING", "RUNNING", "COMPLETING"), timeout_s)
         assert self.state() == "COMPLETED", f"{self.record()}\n{self.story()}"
@@ -176,5 +198,6 @@ class JobRun(Run):
 def whole(summary: dict[str, Any], steps: int = STEPS) -> None:
     """Nothing lost, nothing trained twice."""
     assert summary["steps"] == steps
-    assert (summary["tokens_trained_twice"], summary["context_mismatches"]) == (0, 0)
+    assert summary["tokens_trained_twice"] == 0
+    assert not summary["context_mismatches"]  # None where engines and trainers are emulated
     assert abs(summary["weights_sum_min"] - 1) < 1e-9

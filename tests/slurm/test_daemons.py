@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.minislurm import Cluster
-from tests.slurm.running import JobRun, setting, whole
+from tests.slurm.running import JobRun, emulated, setting, whole
 
 LONG = 14
 AWAY_S = 60.0
@@ -24,16 +24,16 @@ def test_one_daemon_killed_on_each_kind_of_node_is_started_again(
             life = run.life(name)
             run.kill(name)
             run.until_reborn(name, life, 90)
-        whole(run.finish(240), LONG)
+        whole(run.finish(), LONG)
         assert run.batches() == list(range(LONG))
         assert run.restarts() == 0
         assert "daemons that were started again" in run.err()
 
 
 def test_a_controller_that_is_away_for_a_minute_changes_nothing(
-    quiet_slurm: Cluster, tmp_path: Path, model: Path
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
-    with JobRun(quiet_slurm, tmp_path, model, setting(scheduler__steps=40)) as run:
+    with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=40)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1)
         before = {name: run.life(name) for name in ("cellctl", "celld-c0", "celld-c1", "rank-c0", "rank-c1", "proxyd")}
@@ -52,9 +52,9 @@ def test_a_controller_that_is_away_for_a_minute_changes_nothing(
 
 @pytest.mark.parametrize("signal", ["USR1"])
 def test_a_controller_that_is_away_when_the_run_leaves_is_waited_for(
-    quiet_slurm: Cluster, tmp_path: Path, model: Path, signal: str
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path, signal: str
 ) -> None:
-    with JobRun(quiet_slurm, tmp_path, model, setting(scheduler__steps=LONG)) as run:
+    with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=LONG)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1)
         pid, node = run.pid("supervisor"), run.node_of("supervisor")

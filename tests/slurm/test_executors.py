@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.minislurm import Cluster
-from tests.slurm.running import JobRun, setting, whole
+from tests.slurm.running import JobRun, emulated, whole
 
 pytest.importorskip("submitit")
 LONG = 10
 
 
 def test_executors_on_a_cpu_partition_wait_for_the_next_life_of_a_requeued_run(
-    quiet_slurm: Cluster, tmp_path: Path, model: Path
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
-    tree = setting(scheduler__steps=LONG, cluster__executor_partition="cpu", cluster__executor_options=["mem=500M"])
-    with JobRun(quiet_slurm, tmp_path, model, tree) as run:
+    tree = emulated(
+        tmp_path, scheduler__steps=LONG, cluster__executor_partition="cpu", cluster__executor_options=["mem=500M"]
+    )
+    with JobRun(quiet_slurm, tmp_path, no_model, tree) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 2)
         assert run.node_of("ex0") == "cpu1"
@@ -35,10 +37,12 @@ def test_executors_on_a_cpu_partition_wait_for_the_next_life_of_a_requeued_run(
 
 
 def test_a_preempted_executors_job_costs_its_executions_an_attempt_and_no_more(
-    quiet_slurm: Cluster, tmp_path: Path, model: Path
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
-    tree = setting(scheduler__steps=LONG, cluster__executor_partition="cpu", cluster__executor_options=["mem=500M"])
-    with JobRun(quiet_slurm, tmp_path, model, tree) as run:
+    tree = emulated(
+        tmp_path, scheduler__steps=LONG, cluster__executor_partition="cpu", cluster__executor_options=["mem=500M"]
+    )
+    with JobRun(quiet_slurm, tmp_path, no_model, tree) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1 and s["water_level"] > 4)
         life = run.life("ex0")
@@ -46,7 +50,7 @@ def test_a_preempted_executors_job_costs_its_executions_an_attempt_and_no_more(
             "sbatch", "-p", "cpu-high", "-N1", "--exclusive", "-o/dev/null", "--wrap", "sleep 3", cwd=tmp_path
         )
         run.wait_for(lambda: run.life("ex0") > life, 90)
-        whole(run.finish(240), LONG)
+        whole(run.finish(), LONG)
         assert run.batches() == list(range(LONG))
         assert run.restarts() == 0
         run.until_nothing_is_left()

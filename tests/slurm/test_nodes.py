@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.slurm.minislurm import Cluster
-from tests.slurm.running import JobRun, setting, whole
+from tests.slurm.running import JobRun, emulated, setting, whole
 from tests.system.running import command
 
 LONG = 14
@@ -61,9 +61,9 @@ def test_a_worker_node_crashes_and_the_rest_goes_on_with_every_execution_unharme
 
 
 def test_a_node_cut_off_the_network_fences_itself_and_nothing_is_done_twice(
-    quiet_slurm: Cluster, tmp_path: Path, model: Path
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
-    with JobRun(quiet_slurm, tmp_path, model, setting(cluster__cells=3, scheduler__steps=LONG)) as run:
+    with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, cluster__cells=3, scheduler__steps=LONG)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 2)
         node = worker_of(run)
@@ -95,16 +95,16 @@ def test_the_batch_host_is_lost_and_the_dead_man_switch_requeues_the_job(
         log = (run.root / "log" / "celld-c1.log").read_text()
         assert "the supervisor is gone" in log and f"requeued job {run.job}" in log
         quiet_slurm.start(host)
-        whole(run.finish(240), LONG)
+        whole(run.finish(), LONG)
         batches = run.batches()
         assert sorted(set(batches)) == list(range(LONG))  # the core took what was not saved along: that is done again
         assert len(batches) <= LONG + 2
 
 
 def test_a_drained_node_is_given_back_with_scontrol_and_the_run_goes_on(
-    quiet_slurm: Cluster, tmp_path: Path, model: Path
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
-    with JobRun(quiet_slurm, tmp_path, model, setting(cluster__cells=3, scheduler__steps=LONG)) as run:
+    with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, cluster__cells=3, scheduler__steps=LONG)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1)
         drain_when_it_serves(run, "c2")

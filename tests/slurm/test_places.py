@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.minislurm import Cluster
-from tests.slurm.running import STEPS, JobRun, setting, whole
+from tests.slurm.running import STEPS, JobRun, emulated, setting, whole
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_two_runs_of_one_user_share_the_nodes_each_in_paths_with_spaces(
-    quiet_slurm: Cluster, tmp_path: Path, model: Path
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
-    first = JobRun(quiet_slurm, tmp_path / "my first run", model, setting())
-    second = JobRun(quiet_slurm, tmp_path / "my second run", model, setting())
+    folders = tmp_path / "my first run", tmp_path / "my second run"
+    first, second = (JobRun(quiet_slurm, folder, no_model, emulated(folder)) for folder in folders)
     with first, second:
         first.submit("-w", "node1,node2")
         second.submit("-w", "node1,node2")
@@ -36,7 +36,7 @@ def test_two_runs_of_one_user_share_the_nodes_each_in_paths_with_spaces(
             run.until(lambda s: s["step"] >= 1)
         assert first.node_of("cellctl") == second.node_of("cellctl")
         for run in (first, second):
-            whole(run.finish(300))
+            whole(run.finish())
             assert run.batches() == list(range(STEPS))
             run.until_nothing_is_left()
 
@@ -50,7 +50,7 @@ def test_the_run_directory_is_on_another_file_system_than_home(
     assert scratch.stat().st_dev != Path.home().stat().st_dev
     with JobRun(slurm, tmp_path / "home", model, setting(), run=scratch / "runs" / "mine") as run:
         run.submit()
-        whole(run.finish(240))
+        whole(run.finish())
         assert run.batches() == list(range(STEPS))
         run.until_nothing_is_left()
         assert not (run.folder / "run").exists()
