@@ -17,6 +17,9 @@ from gyre_cli.executions import execute, rescore, show
 from gyre_cli.tasks import tasks
 
 
+STOP_S = 180.0
+
+
 @click.group()
 @click.version_option(package_name="gyre-rl")
 def main() -> None:
@@ -231,25 +234,38 @@ def doctor(folder: Path | None, config_file: Path, as_json: bool, **where: Any) 
 @run_option
 @guarded
 def stop(run_dir: str | None) -> None:
-    """Stop a run cleanly; `gyre up` (or the same quickstart command) goes on from its directory."""
+    """Stop a run cleanly, on this machine or in its Slurm job, which is not requeued; `gyre up` (or the same quickstart
+    command, or sbatch) goes on from its directory.
+    """
+    from gyre_base import messages as m
+    from gyre_base.allocation import this_host
+    from gyre_base.bus import NoAnswer
     from gyre_base.rundir import RunDir
 
     run = RunDir.open(common.run_root(run_dir))
-    pid = _supervisor_pid(run.path("lives", "supervisor.lock"))
-    if pid is None:
+    lock = run.path("lives", "supervisor.lock")
+    holder = _holder(lock)
+    if holder is None:
         common.fail(f"nothing runs for {run.root}", common.NO_ANSWER)
-    os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 90.0
+    try:
+        common.ask(run_dir, "supervisor", m.OperatorOrder(verb="stop"))
+    except NoAnswer:
+        pid, _, host = holder.partition("@")
+        if host != this_host() or not pid.isdigit():
+            raise
+        os.kill(int(pid), signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
-        if _supervisor_pid(run.path("lives", "supervisor.lock")) is None:
+        if _holder(lock) is None:
             click.echo("stopped")
             return
         time.sleep(0.1)
-    common.fail(f"process {pid} is still stopping its daemons after 90 s; look into {run.path('log')}", common.NO)
+    words = f"{holder} is still saving and stopping its daemons after {STOP_S:g} s; look into {run.path('log')}"
+    common.fail(words, common.NO)
 
 
-def _supervisor_pid(lock: Path) -> int | None:
-    """Who holds the lock, or None if nobody does (the kernel frees it with the process)."""
+def _holder(lock: Path) -> str | None:
+    """pid@host of who holds the lock, or None if nobody does (the kernel frees it with the process)."""
     import fcntl
 
     if not lock.exists():
@@ -258,7 +274,7 @@ def _supervisor_pid(lock: Path) -> int | None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return int(file.read().partition("@")[0] or 0) or None
+            return file.read() or "?"
     return None
 
 
