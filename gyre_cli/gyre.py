@@ -16,8 +16,7 @@ from gyre_cli.common import guarded, json_option, run_option
 from gyre_cli.executions import execute, rescore, show
 from gyre_cli.tasks import tasks
 
-
-STOP_S = 180.0
+STOP_S = 180.0  # a job saves first
 
 
 @click.group()
