@@ -1,0 +1,49 @@
+"""Where the supervisor of a Slurm job puts cells, and how a step is said."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre_base.allocation import Allocation, own_address
+from gyre_base.config import Config, ConfigError
+from gyre_cli.cluster import place, step_command
+
+
+@given(nodes=st.integers(1, 40), more=st.integers(0, 60))
+def test_cells_are_spread_evenly_in_their_order_with_the_core_on_the_first_node(nodes, more):
+    names = [f"n{i}" for i in range(nodes)]
+    placed = place(nodes + more, names)
+    assert placed["c0"] == "n0"
+    assert set(placed.values()) == set(names)
+    count = Counter(placed.values())
+    assert max(count.values()) - min(count.values()) <= 1
+    assert [names.index(node) for node in placed.values()] == sorted(names.index(n) for n in placed.values())
+
+
+def test_a_node_without_a_cell_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"set cluster\.cells = 3"):
+        place(2, ["a", "b", "c"])
+
+
+def test_a_step_shares_its_node_and_outlives_the_loss_of_another():
+    words = step_command(Config(), "12", "gpu7", ["python", "-m", "x", "a b"])
+    assert words[0] == "srun"
+    assert {"--overlap", "--no-kill", "--jobid=12", "-N1", "-n1"} <= set(words)
+    assert words[words.index("-w") + 1] == "gpu7"
+    assert words[-4:] == ["python", "-m", "x", "a b"]
+
+
+def test_outside_of_a_job_daemons_stay_on_the_loopback(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert own_address("auto") == "127.0.0.1"
+    assert own_address("10.1.2.3") == "10.1.2.3"
+
+
+def test_a_job_is_known_by_its_id_its_restarts_and_its_node():
+    assert Allocation.here({"SLURM_JOB_ID": "3"}) is None  # salloc's shell on a login node is no node of the job
+    words = {"SLURM_JOB_ID": "3", "SLURMD_NODENAME": "n2", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert Allocation.here(words) == Allocation(job="3", restarts=2, node="n2", nodelist="n[1-2]")
