@@ -121,11 +121,11 @@ async def test_a_hang_up_at_every_event_of_the_answer_loses_and_doubles_nothing(
     engine = await harness.world.engine("e1", lambda prompt: harness.world.says(ANSWER))
     await harness.begin("e1")
     await harness.world.cellctl.serve(engine)
-    whole = (await harness.whole("e1", "messages", stream=True)).count(b"\n\n")
+    whole = (await harness.whole("e1", "messages", stream=True)).count(b"event: ")
     for events in range(1, whole + 1):
         await harness.until_event("e1", "messages", events)
         again = await harness.whole("e1", "messages", stream=True)
-        assert again.count(b"\n\n") >= whole and b"message_stop" in again
+        assert again.count(b"event: ") == whole and b"message_stop" in again
     calls = harness.world.calls("e1")
     assert len(calls) == len(engine.requests)
     assert all(c.completion_ids.tolist() == harness.world.says(ANSWER) for c in calls.values())
