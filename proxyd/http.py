@@ -66,14 +66,12 @@ class Front:
             if not self._accepts(http, execution):
                 return _plain(dialect.fail(Failure("unauthorized")))
             try:
-                body = await http.read()
+                body = await _body(http)
                 asked = self._service.read(execution, dialect, body)
                 request = asked.request
                 number, derived = self._call_id(http, execution, body)
             except web.HTTPRequestEntityTooLarge:
-                return _plain(
-                    dialect.fail(Failure("too_large", why=f"The request body is larger than {MAX_BODY} bytes."))
-                )
+                return _too_large(dialect)
             except BadRequest as error:
                 return _plain(dialect.fail(Failure("bad_request", why=str(error))))
             hints = hints_of(http.headers, request.model)
@@ -130,7 +128,9 @@ class Front:
     async def _count_tokens(self, http: web.Request) -> web.StreamResponse:
         dialect = AnthropicMessages()
         try:
-            request = dialect.read(await http.read())
+            request = dialect.read(await _body(http))
+        except web.HTTPRequestEntityTooLarge:
+            return _too_large(dialect)
         except BadRequest as error:
             return _plain(dialect.fail(Failure("bad_request", why=str(error))))
         return web.json_response({"input_tokens": self._service.count(http.match_info["execution"], request)})
@@ -147,6 +147,19 @@ class Front:
         if name != self._served_name:
             return _plain(OpenAIChat().fail(Failure("no_model", why=name)))
         return _plain(models(self._served_name, one=True))
+
+
+async def _body(http: web.Request) -> bytes:
+    """Raises HTTPRequestEntityTooLarge, before the body is sent if its length is given."""
+    if (http.content_length or 0) > MAX_BODY:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY, http.content_length or 0)
+    return await http.read()
+
+
+def _too_large(dialect: Dialect) -> web.Response:
+    response = _plain(dialect.fail(Failure("too_large", why=f"The request body is larger than {MAX_BODY} bytes.")))
+    response.force_close()
+    return response
 
 
 def _plain(written: Written) -> web.Response:
