@@ -5,6 +5,7 @@ Mode 0700. Owns names of files; knows nothing of their content but the life coun
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -59,6 +60,17 @@ class RunDir:
                 f"cannot write the run directory {run.root}: {error.strerror}; choose another with --run"
             ) from None
         return run
+
+    @classmethod
+    def create_new(cls, root: str | os.PathLike[str]) -> RunDir:
+        """`create` where a person names the place: never in a directory that holds something else, whose mode and
+        content would be taken over. Raises RunDirError.
+        """
+        place = Path(root)
+        with contextlib.suppress(OSError):
+            if not (place / "run.json").exists() and any(e.name not in FOLDERS for e in place.iterdir()):
+                raise RunDirError(f"{place} holds other files and is not a run directory; choose another with --run")
+        return cls.create(root)
 
     @classmethod
     def open(cls, root: str | os.PathLike[str]) -> RunDir:

@@ -32,7 +32,7 @@ from gyre_base.rundir import RunDir
 from gyre_cli import quickstart, runs
 from gyre_cli.supervisor import Supervisor
 
-CALLS = 3  # of an execution: each costs the real path once
+CALLS = 4  # of an execution: each costs the real path once, and only at the next one can it change its engine
 TOKENS_PER_H = 128.0
 PATIENCE_S = 60.0  # of the profile: how long a call that is open at the limit is waited for
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -63,7 +63,7 @@ TEMPLATE = """\
 
 def prepare(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour: float) -> tuple[RunDir, Config]:
     """A run directory that lives one arm of a profile. Raises ConfigError, RunDirError."""
-    run = RunDir.create(root)
+    run = RunDir.create_new(root)
     make_keys(run)
     model, tasks, hours = root / "model", root / "tasks.jsonl", root / "hours"
     write_model(model)
@@ -95,7 +95,7 @@ def _tree(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour: f
     per_batch = profile.groups_per_batch * profile.group_size
     return {
         **tree,
-        "cluster": {**tree["cluster"], "peer_timeout_s": 10.0},
+        "cluster": {**tree["cluster"], "peer_timeout_s": 10.0, "executors": 2},
         "model": {"path": str(root / "model"), "served_name": "emulated"},
         "engine": {"kind": "emulate", "context_length": 1 << 20, "stream_interval": 1 << 20},
         "emulate": {
@@ -118,6 +118,7 @@ def _tree(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour: f
             "harness_limit_s": profile.durations.limit_h * seconds_per_hour,
             "open_call_s": PATIENCE_S * scale,
             "concurrent_per_executor": 1 << 12,
+            "snapshots": False,
         },
     }
 

@@ -29,7 +29,7 @@ def create(root: str, config_file: Path, overrides: dict[str, Any] | None = None
         return run, config
     config = configuration.load(config_file, overrides)
     check(config)
-    run = RunDir.create(root)
+    run = RunDir.create_new(root)
     make_keys(run)
     run.write_atomic("run.toml", config_file.read_text())
     run.write_atomic("run.json", configuration.to_json(config))

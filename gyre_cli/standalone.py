@@ -146,7 +146,7 @@ def _made(wishes: Wishes, task: Task) -> tuple[RunDir, Config]:
     if not config.model.tokenizer:
         hint = "name a configuration with --config, or put gyre.toml beside the tasks"
         raise ConfigError(f"model.tokenizer is not set, which a scripted engine needs; {hint}")
-    root = RunDir.create(wishes.run_dir or "runs/exec")
+    root = RunDir.create_new(wishes.run_dir or "runs/exec")
     make_keys(root)
     root.write_atomic("run.json", configuration.to_json(config))
     if file:
