@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 AUTO = "auto"
+SHARE = "GYRE_GPU_SHARE"  # "1/4": the second of four cells on this node takes the second quarter of its GPUs
 LOOPBACK = "127.0.0.1"
 
 
@@ -37,6 +38,16 @@ class Allocation:
             node=environment["SLURMD_NODENAME"],
             nodelist=environment.get("SLURM_JOB_NODELIST", ""),
         )
+
+
+def own_gpus(environment: Mapping[str, str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a cell that shares its node, or None where nothing is to be divided."""
+    share, devices = environment.get(SHARE, ""), environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    place, slash, count = share.partition("/")
+    if not slash or devices == [""]:
+        return None
+    low, high = (len(devices) * (int(place) + side) // int(count) for side in (0, 1))
+    return ",".join(devices[low:high])
 
 
 def this_host() -> str:

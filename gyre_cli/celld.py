@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from gyre_cli import common
@@ -20,9 +22,12 @@ def main() -> None:
 def run(cell: str, run_dir: str | None) -> None:
     """Run the agent of one cell until TERM; it starts the cell's engine and ranks."""
     from celld.agent.daemon import run_agent
+    from gyre_base.allocation import own_gpus
     from gyre_base.daemon import run_main
 
     root = common.run_root(run_dir)
+    if (gpus := own_gpus(os.environ)) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     run_main(lambda: run_agent(root, cell))
 
 

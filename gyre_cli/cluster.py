@@ -25,7 +25,7 @@ import click
 
 from gyre_base import messages as m
 from gyre_base import saving
-from gyre_base.allocation import Allocation
+from gyre_base.allocation import SHARE, Allocation
 from gyre_base.bus import Client, NoAnswer, Received
 from gyre_base.config import Config, ConfigError
 from gyre_base.rundir import RunDir
@@ -91,8 +91,10 @@ class ClusterSupervisor(Supervisor):
         for cell, node in self.places.items():
             daemon = line(run, python, f"celld-{cell}", "celld", "run", "--cell", cell)
             daemon.command = step_command(config, job, node, daemon.command)
-            restarts = {"SLURM_RESTART_COUNT": str(self.allocation.restarts)}
-            daemon.environment = {**slurm.clean_environment(), **restarts}
+            more = {"SLURM_RESTART_COUNT": str(self.allocation.restarts)}
+            if len(beside_it := [c for c, n in self.places.items() if n == node]) > 1:
+                more[SHARE] = f"{beside_it.index(cell)}/{len(beside_it)}"
+            daemon.environment = {**slurm.clean_environment(), **more}
             daemon.node, daemon.cell = node, cell
             steps.append(daemon)
         return [*beside[:3], *steps, *beside[3:]]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre_base.allocation import Allocation, own_address
+from gyre_base.allocation import Allocation, own_address, own_gpus
 from gyre_base.config import Config, ConfigError
 from gyre_cli.cluster import place, step_command
 
@@ -35,6 +35,15 @@ def test_a_step_shares_its_node_and_outlives_the_loss_of_another():
     assert {"--overlap", "--no-kill", "--jobid=12", "-N1", "-n1"} <= set(words)
     assert words[words.index("-w") + 1] == "gpu7"
     assert words[-4:] == ["python", "-m", "x", "a b"]
+
+
+@given(gpus=st.integers(1, 16), cells=st.integers(1, 8))
+def test_cells_of_one_node_divide_its_gpus_and_none_is_given_twice(gpus, cells):
+    visible = ",".join(map(str, range(gpus)))
+    shares = [own_gpus({"GYRE_GPU_SHARE": f"{i}/{cells}", "CUDA_VISIBLE_DEVICES": visible}) for i in range(cells)]
+    assert ",".join(share for share in shares if share) == visible
+    assert own_gpus({"CUDA_VISIBLE_DEVICES": visible}) is None
+    assert own_gpus({"GYRE_GPU_SHARE": "0/2"}) is None
 
 
 def test_outside_of_a_job_daemons_stay_on_the_loopback(monkeypatch):
