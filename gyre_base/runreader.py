@@ -6,6 +6,7 @@ the distinct tokens of the executions in flight (`forget` drops one), not the su
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ class Located:
 
 @dataclass(frozen=True)
 class Bad:
-    """A line taken out, or a defect of a call that was kept (`kept`: as context only)."""
+    """Bytes [offset, end) taken out, or a defect of a call that was kept (`kept`: as context only)."""
 
     offset: int
     end: int
@@ -90,8 +91,8 @@ class RunReader:
 
     def one(self, line: bytes, offset: int) -> Iterator[Located]:
         """The records of one whole line that lies at `offset`; for those who find lines themselves."""
-        if line := line.strip(_BLANK):
-            yield from self._line(line, offset, offset + len(line))
+        if whole := line.strip(_BLANK):
+            yield from self._line(whole, offset + line.find(whole), offset + len(line))
 
     def objects(self, objects: Iterable[tuple[int, int, dict[str, Any]]]) -> Iterator[Located]:
         """Records of objects that another form (binary frames) gave: (offset, end, object)."""
@@ -217,6 +218,7 @@ class RunReader:
                 at = line.find(b'{"k":', at + 1)
                 continue
             self.report.recovered += 1
+            self.report.bad[-1] = dataclasses.replace(self.report.bad[-1], end=start + at)
             if record is not None:
                 yield Located(start + at, end, record)
             return

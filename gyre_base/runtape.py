@@ -24,6 +24,7 @@ SENTINEL = -(1 << 62) - int.from_bytes(os.urandom(7), "big")  # stands for the t
 _MARK = str(SENTINEL).encode()
 PROMPT, COMPLETION = b'"prompt_ids"', b'"completion_ids"'
 _COMMA = 44
+_JOIN_BYTES = 1 << 20  # a longer text is not copied to save a call
 COMPACT, SPACED = b",", b", "  # what writers put between two ids
 _OPENINGS = {b":[": COMPACT, b": [": SPACED}
 
@@ -259,7 +260,7 @@ def _spread(text: bytes, separator: bytes) -> bytes:
 
 def _both(tail: bytes, said: bytes) -> tuple[Ids | None, Ids | None, bytes | None]:
     """(ids of each, or None where it is not plainly written; their text in one piece if both are)."""
-    if tail and said:
+    if tail and said and len(tail) < _JOIN_BYTES:
         joined = tail + COMPACT + said
         if (ids := numbers(joined)) is not None:
             count = tail.count(COMPACT) + 1

@@ -122,16 +122,23 @@ def rules_options(function: F) -> F:
         click.option("--stubs", type=click.Choice(["drop", "attach", "keep"]), default="drop", show_default=True),
         click.option("--seed", type=int, default=0, show_default=True, help="Of the paper's draw."),
         click.option("--unlabelled", is_flag=True, help="Train calls that nothing classified."),
+        click.option(
+            "--incomplete",
+            type=click.Choice(["keep", "mask"]),
+            default="keep",
+            show_default=True,
+            help="Executions that miss calls: what is there is on-policy still; mask trains none of it.",
+        ),
     )
     for option in reversed(options):
         function = option(function)
     return function
 
 
-def rules(jmax: int, rule: Any, stubs: Any, seed: int, unlabelled: bool) -> Any:
+def rules(jmax: int, **options: Any) -> Any:
     from trajtools.choose import Rules
 
-    return Rules(jmax=jmax or None, rule=rule, stubs=stubs, seed=seed, unlabelled=unlabelled)
+    return Rules(jmax=jmax or None, **options)
 
 
 @main.command()
@@ -157,11 +164,15 @@ def dedup(source: Path, out: Path | None, strict: bool, tokenizer: Path | None, 
 @json_option
 @readable
 def stats(source: Path, as_json: bool) -> None:
-    """Calls, tokens, reuse of prefixes, durations and outcomes, by label."""
-    from trajtools.report import stats as run
+    """Calls, tokens, reuse of prefixes, durations and outcomes, by label.
+
+    With --json, one object with all of it, then one per task with its durations: what cellctl simulate and plan read.
+    """
+    from trajtools.stats import stats as run
 
     with opened(source) as (stream, on_bytes):
-        show_report(run(stream, on_bytes=on_bytes), as_json)
+        report = run(stream, on_bytes=on_bytes)
+    common.print_json(report.objects()) if as_json else show_report(report, as_json)
 
 
 @main.command()

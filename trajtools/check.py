@@ -22,6 +22,7 @@ from trajtools.forest import Forest
 from trajtools.load import Execution, Recording, Source, load, whole_call
 from trajtools.pack import context_mismatches, pack
 from trajtools.weigh import weight_of
+from trajtools.words import sizes
 
 SHOWN = 20  # findings per rule that a report carries; all are counted
 RULES = {
@@ -73,7 +74,7 @@ class CheckReport:
         """For a person; the first line is the verdict."""
         wrong = sum(self.counts.values())
         verdict = "all rules hold" if self.ok else f"{wrong:,} finding{'s' if wrong > 1 else ''}"
-        out = [f"{self.executions:,} executions, {self.calls:,} calls, {len(self.counts)} rules: {verdict}"]
+        out = [f"{sizes(self.executions, self.calls)}, {len(self.counts)} rules: {verdict}"]
         out += [f"  {'ok  ' if not n else f'{n:>4}'} {rule:<15} {RULES[rule]}" for rule, n in self.counts.items()]
         for f in self.findings:
             where = " ".join(x for x in (f.execution, f.call, f"at byte {f.offset}" if f.offset >= 0 else "") if x)
@@ -137,7 +138,7 @@ def _of_call(call: Call) -> Iterator[Finding]:
 def _of_execution(execution: Execution, recording: Recording, rules: Rules) -> Iterator[Finding]:
     yield from _of_bounds(execution, recording.vocab)
     yield from _of_completeness(execution)
-    choice = choose(execution.forest, rules)
+    choice = choose(execution.forest, rules, withheld=execution.withheld(rules))
     total = choice.owned + sum(choice.dropped.values())
     if total != choice.sampled:
         text = f"{choice.sampled} sampled, {choice.owned} owned, dropped {dict(choice.dropped)}"
@@ -162,14 +163,11 @@ def _of_bounds(execution: Execution, vocab: int | None) -> Iterator[Finding]:
 
 
 def _of_completeness(execution: Execution) -> Iterator[Finding]:
-    reward, end = execution.reward, execution.end
+    reward = execution.reward
     if reward is not None and reward.status not in {outcome.value for outcome in Outcome}:
         yield Finding("labels", execution.id, "", -1, f"outcome {reward.status!r} is not a known one")
-    for call in execution.lost_calls():
-        yield Finding("complete", execution.id, call, -1, "was dispatched and never logged")
-    if end is not None and end.calls is not None and end.calls != len(execution.forest):
-        text = f"its writer logged {end.calls} calls, {len(execution.forest)} are here"
-        yield Finding("complete", execution.id, "", -1, text)
+    for call, text in execution.missing():
+        yield Finding("complete", execution.id, call, -1, text)
 
 
 def _of_order(recording: Recording, shuffles: int, seed: int) -> Iterator[Finding]:

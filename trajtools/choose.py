@@ -23,7 +23,8 @@ from trajtools.forest import Forest, Mark, Paint, Segment, paint
 
 CLASSES = ("main", "main-summary", "sub-agent", "sub-agent-summary")  # best first
 OwnedRange: TypeAlias = tuple[str, int, int]  # call, first and last + 1 of its completion
-REASONS = ("side", "unlabelled", "retry", "undelivered", "untrainable", "duplicate", "stub", "not-chosen")
+WITHHELD = ("conflict", "incomplete")  # of a whole execution
+REASONS = (*WITHHELD, "side", "unlabelled", "retry", "undelivered", "untrainable", "duplicate", "stub", "not-chosen")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Rules:
     seed: int = 0  # of the paper's draw
     stubs: Literal["drop", "attach", "keep"] = "drop"
     unlabelled: bool = False  # train calls that nothing classified
+    incomplete: Literal["keep", "mask"] = "keep"  # of executions that miss calls: what is there is on-policy still
 
 
 DEFAULT = Rules()
@@ -87,11 +89,16 @@ def class_of(mark: Mark) -> str:
     return f"{agent}-summary" if mark.call.purpose == "summary" else agent
 
 
-def choose(forest: Forest, rules: Rules = DEFAULT, analysis: Analysis | None = None) -> Choice:
-    """Fill the slots of one execution. The same calls give the same choice, in whatever order they came."""
+def choose(
+    forest: Forest, rules: Rules = DEFAULT, analysis: Analysis | None = None, *, withheld: str | None = None
+) -> Choice:
+    """Fill the slots of one execution. The same calls give the same choice, in whatever order they came.
+
+    `withheld`: why nothing of this execution may train (one of WITHHELD); then all of it is dropped for that.
+    """
     analysis = analysis or analyse(forest)
     marks = forest.marks()
-    excluded = {mark.id: why for mark in marks if (why := _why_not(mark, rules, analysis))}
+    excluded = {mark.id: why for mark in marks if (why := withheld or _why_not(mark, rules, analysis))}
     eligible = [mark for mark in marks if mark.id not in excluded]
     painted = paint(eligible)
     tips = _tips(eligible)

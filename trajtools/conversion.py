@@ -14,6 +14,7 @@ from typing import Any
 from gyre_base.runfile import Note
 from trajtools.load import Recording, Source, load, write_slim
 from trajtools.readers import FORMATS, UnknownFormat
+from trajtools.words import sizes
 
 FORMS = ("run", "gtr", "atif", "arrow", "parquet")
 _BY_SUFFIX = {".gtr": "gtr", ".json": "atif", ".arrow": "arrow", ".parquet": "parquet"}
@@ -43,7 +44,7 @@ class Converted:
         """For a person; the first line says it all."""
         unit = "sampled tokens" if self.level == "token" else "sampled blocks of text (no token ids were recorded)"
         first = (
-            f"{self.format}: {_n(self.executions, 'execution')}, {_n(self.calls, 'call')}, {self.sampled:,} {unit} "
+            f"{self.format}: {sizes(self.executions, self.calls)}, {self.sampled:,} {unit} "
             f"written to {self.out} ({self.size:,} bytes)"
         )
         return [first, *(f"  left out: {n:,} {why}" for why, n in self.left_out.items())]
@@ -77,10 +78,6 @@ def convert(source: Source, out: str | Path, form: str | None = None, **options:
         out=str(out),
         size=size,
     )
-
-
-def _n(count: int, one: str) -> str:
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
 def form_of(out: Path, form: str | None) -> str:

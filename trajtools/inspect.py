@@ -16,7 +16,7 @@ from trajtools.breaks import analyse
 from trajtools.choose import CLASSES, DEFAULT, Rules, choose
 from trajtools.forest import Forest, Mark
 from trajtools.load import Execution, Recording, Source, Stream, load
-from trajtools.words import Say, plain_ids, speaker
+from trajtools.words import Say, plain_ids, sizes, speaker
 
 
 class NotThere(ValueError):
@@ -118,7 +118,8 @@ def show(recording: Recording, name: str | None = None) -> Shown:
         "score": reward.value if reward else None,
         "error": reward.error if reward else None,
         "status": end.status if end else None,
-        "lost calls": execution.lost_calls(),
+        "incomplete": execution.told_missing(),
+        "quarantined": f"{', '.join(execution.conflicts)} came twice" if execution.conflicts else "",
     }
     return Shown(execution.id, execution.level, facts, tuple(rows))
 
@@ -227,7 +228,7 @@ def chosen(execution: Execution, rules: Rules = DEFAULT) -> Chosen:
     if execution.level == "text":
         sampled = execution.forest.sampled_tokens
         return Chosen(execution.id, (), (), (), sampled, 0, {"text level (no ids, no logprobs)": sampled}, 0, 0)
-    choice = choose(execution.forest, rules)
+    choice = choose(execution.forest, rules, withheld=execution.withheld(rules))
     full = f"slots are full (Jmax {rules.jmax})"
     slots = iter(range(1, len(choice.kept) + 1))
     kept = [
@@ -304,7 +305,7 @@ class Diff:
 
     def lines(self, shown: int = 40) -> list[str]:
         if self.ok:
-            return [f"equal: {self.executions:,} executions, {self.calls:,} calls, one forest each"]
+            return [f"equal: {sizes(self.executions, self.calls)}, one forest each"]
         out = [f"{len(self.differences):,} differences; {self.same:,} of {self.calls:,} calls are the same"]
         out += [f"  {d.what:<10} {d.execution} {d.call}: {d.text}" for d in self.differences[:shown]]
         return out + ([f"  … {len(self.differences) - shown:,} more"] if len(self.differences) > shown else [])

@@ -40,7 +40,9 @@ from gyre_base.runfile import (
 from gyre_base.runframes import MAGIC, FrameReader, FrameWriter
 from gyre_base.runlines import split_lines
 from trajtools.breaks import Analysis, analyse
+from trajtools.choose import DEFAULT, Rules
 from trajtools.forest import ConflictingCall, Forest, Mark
+from trajtools.mend import cuts_of, pieces
 
 Source: TypeAlias = str | Path | BinaryIO
 OnCall: TypeAlias = Callable[[Call], None]
@@ -59,6 +61,7 @@ class Execution:
     forest: Forest
     others: list[Record] = field(default_factory=list)
     offsets: dict[str, int] = field(default_factory=dict)  # call -> byte offset of its line
+    conflicts: list[str] = field(default_factory=list)  # calls that came again with another payload
     blocks: Blocks | None = None  # set: its forest is of text blocks, not of tokens
 
     @property
@@ -75,12 +78,39 @@ class Execution:
         return next((r.group for r in self.others if isinstance(r, ExecStart)), "")
 
     @property
+    def task(self) -> str:
+        return next((r.task for r in self.others if isinstance(r, ExecStart)), "")
+
+    @property
     def level(self) -> str:
         return "text" if self.blocks is not None else "token"
 
     def lost_calls(self) -> list[str]:
         """Intents without a call: something was dispatched and never logged."""
         return [r.call for r in self.others if isinstance(r, Intent) and r.call not in self.forest]
+
+    def gaps(self) -> list[int]:
+        """Numbers of calls that are not here, where their writer numbered them."""
+        numbers = {mark.call.seq for mark in self.forest.marks()}
+        return sorted(set(range(max(numbers, default=0))) - numbers) if len(numbers) > 1 else []
+
+    def missing(self) -> list[tuple[str, str]]:
+        """(call or "", in words), one per sign that calls are missing; empty for a complete execution."""
+        out = [(call, "was dispatched and never logged") for call in self.lost_calls()]
+        if gaps := self.gaps():
+            out.append(("", f"no call has the number {', '.join(map(str, gaps[:8]))}{', …' if len(gaps) > 8 else ''}"))
+        if self.end is not None and self.end.calls is not None and self.end.calls != len(self.forest):
+            out.append(("", f"its writer logged {self.end.calls} calls, {len(self.forest)} are here"))
+        return out
+
+    def told_missing(self) -> str:
+        return "; ".join(" ".join(x for x in (call, what) if x) for call, what in self.missing())
+
+    def withheld(self, rules: Rules = DEFAULT) -> str | None:
+        """Why nothing of it may train, as `choose` takes it. After a conflict no one knows which call is true."""
+        if self.conflicts:
+            return "conflict"
+        return "incomplete" if rules.incomplete == "mask" and self.missing() else None
 
     def calls(self, analysis: Analysis | None = None) -> Iterator[tuple[Call, str | None, int]]:
         """(call with its arrays, base, keep) by start time: what a writer needs for delta lines."""
@@ -137,7 +167,11 @@ class Recording:
             if execution.forest.insert(call):
                 execution.offsets[call.call] = offset
         except ConflictingCall:
-            self.conflicts.append((call.exec, call.call, offset))
+            self.conflict(call.exec, call.call, offset)
+
+    def conflict(self, execution: str, call: str, offset: int) -> None:
+        self.conflicts.append((execution, call, offset))
+        self.execution(execution).conflicts.append(call)
 
 
 def load(source: Source, *, on_call: OnCall | None = None, on_bytes: OnBytes | None = None) -> Recording:
@@ -187,9 +221,13 @@ class Stream:
     executions, when the iterator ends.
     """
 
-    def __init__(self, source: Source, *, on_bytes: OnBytes | None = None, at_once: int = AT_ONCE) -> None:
+    def __init__(
+        self, source: Source, *, on_bytes: OnBytes | None = None, at_once: int = AT_ONCE, side: Path | None = None
+    ) -> None:
+        """`side`: where what is left out of a run file goes, if there is any (`wrote_side`)."""
         self.recording = Recording()
-        self._source, self._on_bytes, self._at_once = source, on_bytes, at_once
+        self.wrote_side = False
+        self._source, self._on_bytes, self._at_once, self._side = source, on_bytes, at_once, side
 
     def executions(self) -> Iterator[Execution]:
         with _parts(self._source) as parts:
@@ -200,6 +238,20 @@ class Stream:
             else:
                 self.recording = Recording()
                 yield from self._one_at_a_time(parts)
+            if self._side is not None:
+                self._set_aside(parts, self._side)
+
+    def _set_aside(self, parts: list[tuple[str, Path | BinaryIO]], side: Path) -> None:
+        """Every line that was left out, as `repair` would take it out. Other forms have no lines to set aside."""
+        taken: list[bytes] = []
+        for name, part in parts:
+            report = self.recording.reports.get(name)
+            cuts = cuts_of(report) if report is not None and _is_lines(part) else []
+            with _open(part) as file:
+                taken += pieces(file, name, cuts) if cuts else []
+        if taken:
+            side.write_bytes(b"".join(taken))
+            self.wrote_side = True
 
     def _load(self, parts: list[tuple[str, Path | BinaryIO]]) -> bool:
         """Everything, unless there are too many executions in files that can be read again by line."""
@@ -238,6 +290,8 @@ class Stream:
                 made.take(located.record, located.offset)
         for reader in readers:
             reader.forget(name)
+            for conflict in (c for c in reader.report.conflicts if c[0] == name):
+                made.conflict(*conflict)
         self.recording.conflicts.extend(made.conflicts)
         self.recording.mixed.extend(made.mixed)
         execution = made.execution(name)
@@ -260,7 +314,7 @@ class _Places:
             found = _HEAD.match(line)
             plain = found is not None and (ended or line.endswith(b"}")) and line.find(_RECORD, 1) < 0
             if plain and found is not None:
-                self._add(found[1].decode(errors="replace"), number, at, at + len(line))
+                self._add(found[1].decode(errors="replace"), number, at, end)
             else:
                 self._odd(number, at, line, ended, reader, recording)
             at = end
@@ -277,10 +331,11 @@ class _Places:
                 recording.take(located.record, at)
         orphan = [re.search(rb'"exec"\s*:\s*"([^"\\]+)"', line)] if look.report.bad and not owners else []
         owners |= {m[1].decode(errors="replace") for m in orphan if m and b'"base"' in line}
+        end = at + len(line) + ended
         for name in owners:
-            self._add(name, number, at, at + len(line))
+            self._add(name, number, at, end)
         if not owners:
-            reader.report.bad.extend(dataclasses.replace(b, offset=at, end=at + len(line)) for b in look.report.bad)
+            reader.report.bad.extend(dataclasses.replace(b, offset=at + b.offset, end=end) for b in look.report.bad)
             reader.report.unknown_kinds.update(look.report.unknown_kinds)
             if look.report.torn:
                 reader.report.torn = (at, len(line))
@@ -381,7 +436,8 @@ def _binary(recording: Recording, name: str, part: Path | BinaryIO) -> Iterator[
 
 
 def _close(recording: Recording, name: str, part: Path | BinaryIO) -> None:
-    recording.conflicts.extend(recording.reports[name].conflicts)
+    for conflict in recording.reports[name].conflicts:
+        recording.conflict(*conflict)
     with _open(part) as file:
         recording.size += file.seek(0, 2)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeAlias
 
 import orjson
 
-from gyre_base.runfile import RunReader
+from gyre_base.runfile import ReadReport, RunReader
+
+Cut: TypeAlias = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,22 @@ class Mended:
 def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
     """Write `out`, and `side` (default: out + ".taken.jsonl") if anything was taken."""
     reader = RunReader(source)
-    at = {located.offset: located.end for located in reader.records()}
+    for _ in reader.records():
+        pass
     report = reader.report
-    cuts = [(b.offset, min([o for o in at if b.offset < o < b.end] or [b.end]), b.reason) for b in report.bad]
-    if report.torn is not None:
-        start, size = report.torn
-        cuts.append((start, start + size, "the last line is torn"))
+    cuts = cuts_of(report)
     side = side or out.with_name(out.name + ".taken.jsonl")
     part = out.with_name(out.name + ".part")
     with source.open("rb") as given, part.open("wb") as made:
         size = given.seek(0, 2)
         place, last = 0, b"\n"
-        for start, end in [*((a, b) for a, b, _ in sorted(cuts)), (size, size)]:
+        for start, end in [*((a, b) for a, b, _ in cuts), (size, size)]:
             last = _copy(given, made, place, start) or last
             place = max(place, end)
         if last != b"\n":
             made.write(b"\n")
         if cuts:
-            _write_side(given, side, cuts)
+            side.write_bytes(b"".join(pieces(given, source.name, cuts)))
     part.replace(out)
     return Mended(
         records=sum(report.records.values()),
@@ -86,15 +87,23 @@ def _copy(given: Any, made: Any, start: int, end: int) -> bytes:
     return last
 
 
-def _write_side(given: Any, side: Path, cuts: list[tuple[int, int, str]]) -> None:
-    """One object per piece: where it was, why it is not in the file, and its bytes."""
-    with side.open("wb") as file:
-        for start, end, reason in sorted(cuts):
-            given.seek(start)
-            data = given.read(end - start)
-            row: dict[str, Any] = {"offset": start, "bytes": end - start, "reason": reason}
-            try:
-                row["text"] = data.decode()
-            except UnicodeDecodeError:
-                row["base64"] = base64.b64encode(data).decode()
-            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+def cuts_of(report: ReadReport) -> list[Cut]:
+    """(start, end, reason) of what a reader left out of a file, the torn end included."""
+    cuts = [(bad.offset, bad.end, bad.reason) for bad in report.bad]
+    if report.torn is not None:
+        start, size = report.torn
+        cuts.append((start, start + size, "the last line is torn"))
+    return sorted(cuts)
+
+
+def pieces(given: BinaryIO, name: str, cuts: Iterable[Cut]) -> Iterator[bytes]:
+    """A line of JSON per piece: where it was, why it was left out, and its bytes."""
+    for start, end, reason in cuts:
+        given.seek(start)
+        data = given.read(end - start)
+        row: dict[str, Any] = {"file": name, "offset": start, "bytes": end - start, "reason": reason}
+        try:
+            row["text"] = data.decode()
+        except UnicodeDecodeError:
+            row["base64"] = base64.b64encode(data).decode()
+        yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)

@@ -7,7 +7,7 @@ same selection. Executions whose outcome does not count get no advantage: null, 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ class Sampled:
     rows: int
     executions: int
     without_targets: int
+    withheld: dict[str, int]  # reason -> executions kept out as a whole
     tokens: int
     owned: int
     weight: float
@@ -44,7 +45,8 @@ class Sampled:
         return [
             f"{self.rows:,} {self.form} samples of {self.executions:,} executions: {self.tokens:,} tokens, "
             f"{self.owned:,} trained, weights sum to {self.weight:.9f}; "
-            f"{self.without_targets:,} executions have nothing to train"
+            f"{self.without_targets:,} executions have nothing to train",
+            *(f"  {n:,} of them because of: {why}" for why, n in self.withheld.items()),
         ]
 
 
@@ -55,6 +57,7 @@ class Samples:
         self._recording, self._form, self._rules = recording, form, rules
         self._rows = self._executions = self._empty = self._tokens = self._owned = 0
         self._weight = 0.0
+        self._withheld: Counter[str] = Counter()
 
     def rows(self) -> Iterator[dict[str, Any]]:
         advantages = _advantages(self._recording)
@@ -63,7 +66,9 @@ class Samples:
             if execution.level == "text":
                 self._empty += 1
                 continue
-            choice = choose(execution.forest, self._rules)
+            withheld = execution.withheld(self._rules)
+            self._withheld.update([withheld] if withheld else [])
+            choice = choose(execution.forest, self._rules, withheld=withheld)
             if not choice.owned:
                 self._empty += 1
                 continue
@@ -76,7 +81,16 @@ class Samples:
 
     def summary(self) -> Sampled:
         weight = self._weight / self._executions if self._executions else 0.0
-        return Sampled(self._form, self._rows, self._executions, self._empty, self._tokens, self._owned, weight)
+        return Sampled(
+            form=self._form,
+            rows=self._rows,
+            executions=self._executions,
+            without_targets=self._empty,
+            withheld=dict(self._withheld),
+            tokens=self._tokens,
+            owned=self._owned,
+            weight=weight,
+        )
 
     def _count(self, row: dict[str, Any], packed: PackedExecution) -> None:
         owned = int(np.count_nonzero(row["owned"]))

@@ -102,7 +102,7 @@ def history(execution: Execution, rules: Rules = DEFAULT) -> History:
     """Everything `tree` says of one execution."""
     forest, reward = execution.forest, execution.reward
     analysis = analyse(forest)
-    choice = choose(forest, rules, analysis)
+    choice = choose(forest, rules, analysis, withheld=execution.withheld(rules))
     return History(
         execution=execution.id,
         group=execution.group,

@@ -33,3 +33,12 @@ def plain_ids(ids: Sequence[int], shown: int = 12) -> str:
     if len(ids) <= 2 * shown:
         return " ".join(map(str, ids))
     return f"{' '.join(map(str, ids[:shown]))} … {' '.join(map(str, ids[-shown:]))}"
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """1 call, 2 calls, 3 leaves."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def sizes(executions: int, calls: int) -> str:
+    return f"{counted(executions, 'execution')}, {counted(calls, 'call')}"

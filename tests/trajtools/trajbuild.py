@@ -53,6 +53,18 @@ class Story:
         return forest_of(*self.calls)
 
 
+def story():
+    """A main path that is compacted, a sub-agent beside it, the path after the compaction: 6 calls."""
+    told = Story()
+    text = told.say([1, 2, 3], [10, 11])
+    sub = told.say([1, 20], [21, 22], agent="s1")
+    told.say([*sub, 5], [23, 24, 25], agent="s1")
+    text = told.say([*text, 6], [12, 13, 14])
+    told.say([*text, 8], [50, 51], purpose="summary")
+    told.say([1, 2, 50, 51], [15])
+    return told
+
+
 def random_execution(rng, calls=14, vocab=5, execution="e"):
     """A made-up execution in which everything happens: drift, retries, edits, sub-agents, compaction, gaps."""
     story = Story(execution)

@@ -96,7 +96,8 @@ def _member(execution: str, loaded: Loaded, rules: Rules) -> _Member:
     for call in loaded.calls:
         forest.insert(call)
     analysis = analyse(forest)
-    return _Member(forest, analysis, choose(forest, rules, analysis), damage(loaded.report))
+    withheld = "conflict" if loaded.report.conflicts else None
+    return _Member(forest, analysis, choose(forest, rules, analysis, withheld=withheld), damage(loaded.report))
 
 
 def _shuffled(advantages: dict[str, float], seed: str) -> dict[str, float]:

@@ -1,0 +1,253 @@
+"""`stats`: tables of a call log: calls, tokens, what a prefix cache would save, durations, outcomes.
+
+Reports as in `report`. The durations by task are what `cellctl simulate --durations` and `cellctl plan` read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gyre_base.runfile import ExecStart
+from trajtools.breaks import analyse
+from trajtools.damage import Damage, Gaps, incomplete_lines
+from trajtools.forest import Mark
+from trajtools.load import Execution, OnBytes, Source, Stream
+from trajtools.words import counted
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class LabelStats:
+    """Calls of one label. `reusable` = prompt tokens that an earlier call of the execution had already computed."""
+
+    label: str
+    calls: int
+    agents: int
+    prompt_tokens: int
+    completion_tokens: int
+    reusable: int
+    longest: int
+    call_s: dict[str, float]  # quantiles
+
+
+@dataclass(frozen=True)
+class TaskDurations:
+    """How long each execution of a task took, in seconds, in the order of their names."""
+
+    task: str
+    executions: int
+    duration_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StatsReport:
+    """Tables of a log. `cache_hit` = reusable / prompt tokens, what a perfect prefix cache would save."""
+
+    executions: int
+    calls: int
+    tokens_raw: int
+    tokens_unique: int
+    cache_hit: float
+    longest: int
+    longest_call: tuple[str, str]
+    labels: tuple[LabelStats, ...]
+    calls_per_execution: dict[str, float]
+    execution_s: dict[str, float]
+    outcomes: dict[str, int]
+    mean_score: float | None
+    groups: int
+    level: str = "token"  # "text": sizes are bytes of text
+    reported_usage: dict[str, int] = dataclasses.field(default_factory=dict)  # the provider's own counts
+    quarantined: int = 0
+    incomplete: int = 0
+    missing: tuple[tuple[str, str], ...] = ()
+    damage: Damage | None = None
+    tasks: tuple[TaskDurations, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The table without the tasks, which are objects of their own: see `objects`."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "tasks"}
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """The table, then the durations by task."""
+        yield self.as_json()
+        yield from map(dataclasses.asdict, self.tasks)
+
+    def lines(self) -> list[str]:
+        """For a person; the first line says it all."""
+        groups = f" in {counted(self.groups, 'group')}" if self.groups else ""
+        unit = {"token": "tokens", "text": "bytes of text"}.get(self.level, "tokens or bytes")
+        out = [
+            f"{counted(self.executions, 'execution')}{groups}, {counted(self.calls, 'call')}, "
+            f"{self.tokens_raw:,} {unit} recorded; a prefix cache could save {self.cache_hit:.0%} of the prompts; "
+            f"longest call {self.longest:,} {unit} ({' '.join(self.longest_call)})",
+            f"  {'label':<18} {'calls':>7} {'prompt':>13} {'reusable':>9} {'completion':>11} {'longest':>9} "
+            f"{'p50 s':>7} {'p99 s':>7}",
+        ]
+        for s in self.labels:
+            share = s.reusable / s.prompt_tokens if s.prompt_tokens else 0.0
+            out.append(
+                f"  {s.label:<18} {s.calls:>7,} {s.prompt_tokens:>13,} {share:>9.0%} {s.completion_tokens:>11,} "
+                f"{s.longest:>9,} {s.call_s['p50']:>7.2f} {s.call_s['p99']:>7.2f}"
+            )
+        out.append(f"  calls per execution {_quantile_text(self.calls_per_execution)}")
+        out.append(f"  execution seconds   {_quantile_text(self.execution_s)}")
+        score = "" if self.mean_score is None else f"; mean score {self.mean_score:.3f}"
+        out.append("  outcomes            " + ", ".join(f"{k} {n:,}" for k, n in self.outcomes.items()) + score)
+        if self.reported_usage:
+            out.append("  reported by the provider: " + ", ".join(f"{k} {n:,}" for k, n in self.reported_usage.items()))
+        out += incomplete_lines(self.incomplete, self.missing)
+        return out + (self.damage.lines() if self.damage is not None else [])
+
+
+def stats(source: Source, *, on_bytes: OnBytes | None = None) -> StatsReport:
+    """Count calls, tokens, reuse, durations and outcomes."""
+    stream = Stream(source, on_bytes=on_bytes)
+    rows: dict[str, list[_Row]] = defaultdict(list)
+    ends: list[_End] = []
+    gaps = Gaps()
+    for execution in stream.executions():
+        gaps.add(execution)
+        links = analyse(execution.forest).links
+        for mark in execution.forest.marks():
+            shared = links[mark.id].shared if mark.id in links else 0
+            rows[mark.call.label].append(_Row.of(mark, shared, execution))
+        ends.append(_End.of(execution))
+    every = [row for group in rows.values() for row in group]
+    longest = max(every, key=lambda row: row.end, default=None)
+    prompts = sum(row.prompt for row in every)
+    scores = [e.value for e in ends if e.value is not None]
+    levels = {e.level for e in ends} or {"token"}
+    usage: Counter[str] = Counter()
+    for row in every:
+        usage.update(row.usage)
+    return StatsReport(
+        executions=len(ends),
+        calls=len(every),
+        tokens_raw=sum(row.end for row in every),
+        tokens_unique=sum(e.unique for e in ends),
+        cache_hit=sum(row.shared for row in every) / prompts if prompts else 0.0,
+        longest=longest.end if longest else 0,
+        longest_call=(longest.execution, longest.call) if longest else ("", ""),
+        labels=tuple(_label(label, rows[label]) for label in sorted(rows)),
+        calls_per_execution=_quantiles([e.calls for e in ends]),
+        execution_s=_quantiles([e.seconds for e in ends if e.seconds is not None]),
+        outcomes=dict(Counter(e.outcome for e in ends).most_common()),
+        mean_score=float(np.mean(scores)) if scores else None,
+        groups=len({e.group for e in ends if e.group}),
+        level=levels.pop() if len(levels) == 1 else "mixed",
+        reported_usage=dict(usage),
+        **gaps.fields(),
+        damage=Damage.of(stream.recording),
+        tasks=tuple(_tasks(ends)),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _tasks(ends: Sequence[_End]) -> Iterator[TaskDurations]:
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for end in ends:
+        if end.seconds is not None:
+            by_task[end.task].append(end.seconds)
+    yield from (TaskDurations(task, len(took), tuple(took)) for task, took in sorted(by_task.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One call, without its tokens. Sizes are tokens, or bytes of text."""
+
+    call: str
+    execution: str
+    agent: str
+    prompt: int
+    sampled: int
+    end: int
+    shared: int
+    took_s: float
+    usage: Mapping[str, int]
+
+    @classmethod
+    def of(cls, mark: Mark, shared: int, execution: Execution) -> _Row:
+        prompt, end = mark.prompt_tokens, mark.end
+        if execution.blocks is not None:
+            tokens = execution.forest.tokens(mark)
+            parts = (tokens[:shared], tokens[: mark.prompt_tokens], tokens)
+            shared, prompt, end = (execution.blocks.size(part) for part in parts)
+        call, usage = mark.call, mark.call.extra.get("usage")
+        usage = usage if isinstance(usage, Mapping) else {}
+        return cls(call.call, call.exec, call.agent.id, prompt, end - prompt, end, shared, call.t1 - call.t0, usage)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What is kept of an execution."""
+
+    calls: int
+    unique: int
+    seconds: float | None
+    outcome: str
+    value: float | None
+    group: str
+    task: str
+    level: str
+
+    @classmethod
+    def of(cls, execution: Execution) -> _End:
+        forest, reward = execution.forest, execution.reward
+        unique = forest.unique_tokens()
+        if execution.blocks is not None:
+            unique = sum(execution.blocks.size(segment.tokens) for segment in forest.segments())
+        return cls(
+            calls=len(forest),
+            unique=unique,
+            seconds=_seconds(execution),
+            outcome=reward.status if reward else "unscored",
+            value=reward.value if reward else None,
+            group=execution.group,
+            task=execution.task,
+            level=execution.level,
+        )
+
+
+def _label(label: str, rows: Sequence[_Row]) -> LabelStats:
+    return LabelStats(
+        label=label,
+        calls=len(rows),
+        agents=len({(row.execution, row.agent) for row in rows}),
+        prompt_tokens=sum(row.prompt for row in rows),
+        completion_tokens=sum(row.sampled for row in rows),
+        reusable=sum(row.shared for row in rows),
+        longest=max(row.end for row in rows),
+        call_s=_quantiles([row.took_s for row in rows]),
+    )
+
+
+def _seconds(execution: Execution) -> float | None:
+    """From its start (or first call) to its end (or last call)."""
+    marks = execution.forest.marks()
+    times = [t for m in marks for t in (m.call.t0, m.call.t1)]
+    starts = [r.started for r in execution.others if isinstance(r, ExecStart) and isinstance(r.started, (int, float))]
+    ended = execution.end.ended if execution.end else None
+    times += [*starts, *([ended] if isinstance(ended, (int, float)) else [])]
+    return max(times) - min(times) if times else None
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    got = np.quantile(np.array(values, np.float64), QUANTILES).tolist() if len(values) else [0.0] * len(QUANTILES)
+    return {f"p{round(q * 100)}" if q < 1 else "max": value for q, value in zip(QUANTILES, got, strict=True)}
+
+
+def _quantile_text(quantiles: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:,.2f}" for name, value in quantiles.items())
