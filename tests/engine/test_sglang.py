@@ -14,7 +14,7 @@ from celld.weights import Snapshot
 from tests.engine.calls import Caller, joined, logprobs, new_rid
 from tests.engine.test_contract import LONG, prompt, the_end, under_way, worst
 from tests.system.conftest import make_random
-from tests.system.running import RAMBLING, Run, changed
+from tests.system.running import RAMBLING, Run, changed, rambling_task
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("GYRE_ENGINE") != "sglang", reason="needs real engines: make test-sglang"),
@@ -50,7 +50,7 @@ async def test_the_store_gives_nothing_to_another_salt(engine: Caller, other: Ca
 
 
 async def test_weights_of_the_trainer_are_served_bit_by_bit(engine: Caller, models: tuple[Path, Path], tmp_path: Path):
-    """The first model after a step through megatron, as a snapshot, in an engine: it answers as a plain forward does."""
+    """Changed in megatron, written as a snapshot, served: the answers are those of a plain forward pass."""
     from celld.trainer import cpu
     from celld.trainer.model import Policy, read_tensors
 
@@ -81,6 +81,8 @@ def test_a_run_with_real_engines_trains_and_moves_calls(tmp_path: Path):
     setting["cluster"]["peer_timeout_s"] = 60.0
     setting["scheduler"]["steps"] = 2
     with Run(tmp_path, model, setting) as run:
+        tasks = [rambling_task(f"train-{i}", turns=(1, 4)[i % 2]) for i in range(4)]  # the long ones are left when
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))  # a cell turns
         summary = run.start().finish(800)
     assert summary["steps"] == 2
     assert summary["executions_interrupted"] == 0

@@ -202,10 +202,10 @@ def rambling_tasks(folder: Path) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-def rambling_task(name: str) -> dict[str, Any]:
+def rambling_task(name: str, turns: int = 2) -> dict[str, Any]:
     return {
         "id": name,
-        "instruction": json.dumps({"turns": 2, "task": name}),
+        "instruction": json.dumps({"turns": turns, "task": name}),
         "workspace": {"readme.md": "ramble"},
         "evaluator": {"command": ["python", "-I", "-S", str(HERE / "judge.py")], "tests": {"none": ""}},
     }
