@@ -7,6 +7,7 @@ dispatch at the boundary, lend cells as the water level falls, take them back wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -41,6 +42,7 @@ class Start:
     config: dict[str, Any]
     train: tuple[str, ...]
     heldout: tuple[str, ...]
+    durations_s: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)  # of an earlier run, by task
 
 
 @m.message("cellctl.restart")
@@ -164,10 +166,14 @@ class Scheduler:
             streaming=scheduler.streaming,
             async_train_cells=scheduler.async_train_cells,
             tail_load=scheduler.tail_load,
+            head_start=scheduler.head_start_groups,
         )
         self.ledger = Ledger(scheduler.retry_budget)
         self.queue = TaskQueue(event.train, scheduler.seed)
         self.heldout = event.heldout[: self.config.evaluation.tasks]
+        for task, seconds in event.durations_s.items():
+            for one in seconds:
+                self.forecast.learn(task, one)
         self.phase = "starting"
 
     def _restart(self, event: Restart, now: float) -> None:
@@ -372,12 +378,17 @@ class Scheduler:
         if at_boundary:
             self.burst_end = min(view.step + self.policy.burst_steps(view, count), self.rules.steps_total)
         if count:
-            tasks = [self.queue.next() for _ in range(count)]
-            if self.config.scheduler.dispatch_order == "longest":
-                tasks.sort(key=self.forecast.seconds, reverse=True)
+            tasks = self._next_tasks(count)
             spread_s = self.config.scheduler.stagger_s
             executions.dispatch(self, tasks, self.rules.group_size, Purpose.TRAIN, now, spread_s=spread_s)
         return True
+
+    def _next_tasks(self, count: int) -> list[str]:
+        """In the queue's order, or of each burst's tasks those first that are forecast to take longest."""
+        if self.config.scheduler.dispatch_order == "queue":
+            return [self.queue.next() for _ in range(count)]
+        burst = self.rules.steps_per_burst * self.rules.groups_per_batch
+        return [self.queue.next_by(self.forecast.seconds, burst) for _ in range(count)]
 
     def _owed(self, view: policies.View) -> list[policies.Decision]:
         """Groups must be made up but nobody serves: the last cell that trains comes back to serve them."""

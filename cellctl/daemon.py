@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from cellctl import view
+from cellctl import durations, view
 from cellctl.alarms import PeerMoves, PeerStalled, StacksKept
 from cellctl.core import Restart, Scheduler, Start
 from cellctl.liveness import Liveness
@@ -290,7 +290,9 @@ async def _serve(run: RunDir) -> None:
     server.start()
     if core.phase == "new":
         tree = orjson.loads(configuration.to_json(config))
-        await shell.step(Start(config=tree, train=tuple(train), heldout=tuple(heldout)))
+        known = durations.read(Path(config.scheduler.forecast_from)) if config.scheduler.forecast_from else {}
+        seconds = {task: tuple(h * 3600.0 for h in hours) for task, hours in known.items()}
+        await shell.step(Start(config=tree, train=tuple(train), heldout=tuple(heldout), durations_s=seconds))
     else:
         shell.expect([f"executor:{name}" for name in core.executors])
         await shell.step(Restart(life=life))

@@ -133,4 +133,4 @@ class WorkLevel:
             horizon_s = self.HORIZON * mean_s
             self._level = math.ceil(sum(min(1.0, part / horizon_s) for part in parts))
             self._at, self._count = now, len(running)
-        return min(self._level, len(running))
+        return min(max(1, self._level), len(running))  # whatever is forecast: who still runs needs somebody that serves

@@ -7,7 +7,7 @@ Pure bookkeeping; the scheduler in core.py decides when to dispatch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gyre_base.vocabulary import Outcome, Purpose
@@ -54,6 +54,17 @@ class TaskQueue:
     seed: int
     given: int = 0
     _order: list[str] = field(default_factory=list)
+    _window: list[str] = field(default_factory=list)
+
+    def next_by(self, key: Callable[[str], float], window: int) -> str:
+        """The task with the largest key of the next `window` ones; the next window begins when all of this are given,
+        so nobody waits for ever. The earliest of equals.
+        """
+        if not self._window:
+            self._window = [self.next() for _ in range(window)]
+        task = max(self._window, key=key)
+        self._window.remove(task)
+        return task
 
     def next(self) -> str:
         if not self._order:

@@ -60,6 +60,7 @@ class Rules:
     streaming: bool = True  # train groups as they come instead of whole bursts
     async_train_cells: int = 1
     tail_load: float = 1.0  # executions per slot that the last serving cell may carry
+    head_start: int = 0  # groups of the next burst that go out before this one's last step
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,10 @@ class Decision:
 
 
 class Policy(Protocol):
-    """One way to share the cells."""
+    """One way to share the cells. It is asked after every event, so it may move any cell in either direction in the
+    middle of a burst; what else a rule may order (pausing executions) is one more kind of answer beside `Decision`,
+    carried out where the core carries out decisions.
+    """
 
     name: str
     replaces: bool  # its dispatch looks at the pipeline, where a group with too few valid executions is missing already
@@ -117,18 +121,23 @@ class Policy(Protocol):
 
 
 class _Bursts:
-    """Dispatch at burst boundaries only: then the water level only falls within a burst."""
+    """Dispatch at burst boundaries only: then the water level only falls within a burst. A head start is the exception
+    that was asked for: some groups of the next burst go out one step early, if anybody serves them by then.
+    """
 
     replaces = False
 
     def groups_to_dispatch(self, view: View) -> int:
-        ahead = max(0, view.rules.look_ahead)
-        if view.step < view.burst_end or (view.in_pipeline and not ahead):
+        rules, ahead = view.rules, max(0, view.rules.look_ahead)
+        if view.step < view.burst_end:
+            starts = rules.head_start and view.step == view.burst_end - 1 and view.pool.serving
+            return view.bounded(rules.groups_per_batch + ahead + rules.head_start) if starts else 0
+        if view.in_pipeline and not (ahead or rules.head_start):
             return 0
-        return view.bounded(view.rules.steps_per_burst * view.rules.groups_per_batch + ahead)
+        return view.bounded(rules.steps_per_burst * rules.groups_per_batch + ahead)
 
     def burst_steps(self, view: View, dispatched: int) -> int:
-        if dispatched or (view.rules.look_ahead > 0 and view.in_pipeline):
+        if dispatched or (view.in_pipeline and (view.rules.look_ahead > 0 or view.rules.head_start)):
             return min(view.rules.steps_per_burst, view.rules.steps_total - view.step)
         return 0
 

@@ -61,6 +61,8 @@ class SchedulerConfig:
     stagger_s: float = 0.0  # a dispatch is spread over so long, so that time limits do not coincide; costs idle slots
     water_level: str = "count"  # work: an execution that is forecast to end soon counts for a part of one
     tail_load: float = 1.0  # executions per slot that the last serving cell may carry: above 1 it holds a longer tail
+    forecast_from: str = ""  # durations of an earlier run (JSON lines, by task): a forecast that knows tasks at once
+    head_start_groups: int = 0  # of the next burst, before this one's last step: less waiting for the longest, staler
     async_train_cells: int = 1  # policy async: the first cells train for ever
     retry_budget: int = 2  # re-dispatches of one execution after infrastructure failures
     seed: int = 0  # order of tasks
@@ -237,6 +239,7 @@ AT_LEAST: dict[str, float] = {
     "trajectories.reserve_groups": 0,
     "scheduler.stagger_s": 0.0,
     "scheduler.tail_load": 1.0,
+    "scheduler.head_start_groups": 0,
     "tasks.harness_limit_s": 0.1,
     "tasks.overall_limit_s": 0.1,
     "tasks.grace_s": 0,
@@ -386,4 +389,5 @@ def _absolute(config: Config, base: Path) -> Config:
         images=fixed(config.tasks.images),
         visible=tuple(fixed(path) for path in config.tasks.visible),
     )
-    return dataclasses.replace(config, model=model, tasks=tasks)
+    scheduler = dataclasses.replace(config.scheduler, forecast_from=fixed(config.scheduler.forecast_from))
+    return dataclasses.replace(config, model=model, tasks=tasks, scheduler=scheduler)

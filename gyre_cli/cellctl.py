@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gyre_cli import common
 from gyre_cli.common import guarded, json_option, run_option
+
+if TYPE_CHECKING:
+    from cellctl.simulate.profile import Profile
 
 
 @click.group()
@@ -95,11 +100,16 @@ def thaw(run_dir: str | None) -> None:
 
 @main.command()
 @click.argument("cell")
+@click.option("--reason", default="", help="Kept in the cell's story: `cellctl explain CELL` tells it.")
+@click.option("--force", is_flag=True, help="Even if no other cell serves what is in flight.")
 @run_option
 @guarded
-def drain(cell: str, run_dir: str | None) -> None:
-    """Move a cell's calls to the others and leave it idle, so that its node can be given back to Slurm."""
-    common.order(run_dir, "cellctl", "drain", cell)
+def drain(cell: str, reason: str, force: bool, run_dir: str | None) -> None:
+    """Move a cell's calls to the others and leave it idle, so that its node can be given back to Slurm.
+
+    Refused (exit 4) if no other cell serves what is in flight, if the cell is the core, or if it does not serve now.
+    """
+    common.order(run_dir, "cellctl", "drain", cell, reason=reason, force="yes" if force else "")
 
 
 @main.command()
@@ -169,13 +179,15 @@ def events(run_dir: str | None, follow: bool) -> None:
     help="The first arm's cluster under this policy instead of the profile's arms; may be repeated.",
 )
 @click.option(
-    "--seeds", type=click.IntRange(1), default=5, show_default=True, help="Workloads; every arm sees the same."
+    "--seeds", type=click.IntRange(1), default=8, show_default=True, help="Workloads; every arm sees the same."
 )
 @click.option("--steps", type=click.IntRange(1), help="Measured optimizer steps (default: the profile's).")
 @click.option(
     "--durations", type=click.Path(exists=True, dir_okay=False), help="Recorded durations instead of the model."
 )
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture of the first workload.")
+@click.option("--ablate", is_flag=True, help="Instead: what each option of the scheduler is worth, policy by policy.")
+@click.option("--sensitivity", is_flag=True, help="Instead: change of hours when one number is 10 % larger.")
 @json_option
 @guarded
 def simulate(
@@ -186,6 +198,8 @@ def simulate(
     steps: int | None,
     durations: str | None,
     svg: Path | None,
+    ablate: bool,
+    sensitivity: bool,
     as_json: bool,
 ) -> None:
     """What each way to share the cells would take, in virtual time around the real scheduler."""
@@ -199,6 +213,10 @@ def simulate(
         setting = dataclasses.replace(setting, steps=steps)
     if durations:
         setting = dataclasses.replace(setting, durations=dataclasses.replace(setting.durations, file=durations))
+    if ablate or sensitivity:
+        found = _ablation(setting, seeds) if ablate else _sensitivity(setting, seeds)
+        common.print_json(found) if as_json else common.print_tables(list(found))
+        return
     chosen = run.with_policy(setting, policies) if policies else [setting.arm(a) for a in arms] or list(setting.arms)
     try:
         rows = list(run.rows(setting, chosen, seeds))
@@ -210,6 +228,19 @@ def simulate(
         common.print_json(rows)
     else:
         common.print_tables(rows, hidden=("gpu_s", "policy"))
+
+
+def _ablation(setting: Profile, seeds: int) -> Iterator[dict[str, Any]]:
+    from cellctl.simulate import ablate
+
+    return ablate.rows(setting, seeds)
+
+
+def _sensitivity(setting: Profile, seeds: int) -> Iterator[dict[str, Any]]:
+    from cellctl.simulate import fit
+
+    for row in fit.sensitivity(setting, seeds):
+        yield {"parameter": row.parameter, "value": row.value, **row.change_percent}
 
 
 @main.command()

@@ -1,7 +1,7 @@
 """Fit a profile's free numbers to some published arms and to the published durations; everything else is then a
 prediction.
 
-    python -m cellctl.simulate.fit [--profile qwengyre-122b] [--seeds N] [--sensitivity]
+    python -m cellctl.simulate.fit [--profile qwengyre-122b] [--seeds N]
 
 What is fitted to what stands in the profile (`[fit]`). Two stages, repeated. (1) The duration model is solved for the
 published statistics. They were measured under load, so what counts is what the first arm's executions take in
@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import fmean
 
 import numpy as np
@@ -141,30 +141,31 @@ def _fit_hours(profile: Profile, aim: dict[str, float], seeds: int) -> dict[str,
     return bounded(plan.numbers, newton(residuals, start, step, rounds=2, tolerance=0.02))
 
 
-def sensitivity(profile: Profile, seeds: int) -> list[dict[str, object]]:
-    """Hours of every arm when one number is 10 % larger, as a change in percent."""
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """Change of every arm's hours, in percent, when one number is 10 % larger."""
+
+    parameter: str
+    value: float
+    change_percent: dict[str, float]
+
+
+def sensitivity(profile: Profile, seeds: int) -> Iterator[Sensitivity]:
     base = {arm.name: mean_hours(profile, arm.name, seeds) for arm in profile.arms}
-    rows: list[dict[str, object]] = []
     numbers = {**dataclasses.asdict(profile.durations), **dataclasses.asdict(profile.laws)}
     for name, value in numbers.items():
         if isinstance(value, float) and value:
             larger = profile.changed(**{name: value * 1.1})
             change = {a: round(100.0 * (mean_hours(larger, a, seeds) / base[a] - 1.0), 1) for a in base}
-            rows.append({"parameter": name, "value": value, "change_percent": change})
-    return rows
+            yield Sensitivity(name, value, change)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--profile", default="qwengyre-122b")
-    options.add_argument("--seeds", type=int, default=6)
-    options.add_argument("--sensitivity", action="store_true", help="print the sensitivity of the profile as it is")
+    options.add_argument("--seeds", type=int, default=8)
     given = options.parse_args()
     profile = load(given.profile)
-    if given.sensitivity:
-        for row in sensitivity(profile, given.seeds):
-            print(json.dumps(row))
-        return
     fitted = fit(profile, given.seeds)
     print(json.dumps({"observed": observed(fitted, fitted.arms[0].name, given.seeds)}))
     print(json.dumps({"durations": dataclasses.asdict(fitted.durations), "laws": dataclasses.asdict(fitted.laws)}))

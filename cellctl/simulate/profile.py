@@ -66,12 +66,12 @@ class Arm:
     standalone: int = 0  # so many of the last cells only ever serve
     train_cells: int = 1  # policy async
     streaming: bool = True
-    dispatch_order: str = (
-        "queue"  # this and the next five: options of the scheduler by their names in the configuration
-    )
+    dispatch_order: str = "queue"  # this and the next six: options of the scheduler by their names in the configuration
     stagger_h: float = 0.0
     water_level: str = "count"
     tail_load: float = 1.0
+    head_start: float = 0.0  # batches
+    known: int = 0  # executions of every task that an earlier run recorded: what the forecast starts from
     order: str = "arrival"
     reserve_groups: int = 8
     hours: float = 0.0

@@ -1,7 +1,7 @@
-"""How long executions take: a two-level log-normal model, or recorded durations.
+"""How long executions take: a two-level log-normal model, or recorded durations (durations.py).
 
-A recorded file is JSON lines with `hours` (or `duration_s`, `wall_s`) and, if known, `task`: with tasks, a group
-draws from one task's executions, so that siblings stay alike; without, every execution draws from all.
+With tasks recorded, a group draws from one task's executions, so that siblings stay alike; without, every execution
+draws from all.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import orjson
 
+from cellctl import durations as recorded
 from cellctl.simulate.profile import Durations
-from gyre_base.config import ConfigError
-
-PER_HOUR = {"hours": 1.0, "duration_h": 1.0, "duration_s": 1 / 3600, "wall_s": 1 / 3600}
 
 
 class Workload(Protocol):
@@ -65,24 +62,7 @@ class Recorded:
         return [hours[i] for i in picks]
 
 
-def read_durations(path: Path) -> list[list[float]]:
-    """Hours by task. Raises ConfigError if the file has none."""
-    by_task: dict[str, list[float]] = {}
-    try:
-        rows = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read durations from {path}: {error}") from None
-    for row in rows:
-        for key, factor in PER_HOUR.items():
-            value = row.get(key) if isinstance(row, dict) else None
-            for one in value if isinstance(value, list) else [] if value is None else [value]:
-                by_task.setdefault(str(row.get("task", "")), []).append(float(one) * factor)
-    if not by_task:
-        raise ConfigError(f"{path} has no durations: want JSON lines with one of {', '.join(PER_HOUR)}")
-    return list(by_task.values())
-
-
 def make(durations: Durations, seed: int) -> Workload:
     if durations.file:
-        return Recorded(read_durations(Path(durations.file)), seed)
+        return Recorded(list(recorded.read(Path(durations.file)).values()), seed)
     return TwoLevel(durations, seed)

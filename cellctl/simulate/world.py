@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import correlation
 from typing import Any
 
 from cellctl.core import Scheduler, Start
@@ -27,6 +28,7 @@ from gyre_base.reserve import Reserve
 from gyre_base.vocabulary import Outcome, Role
 
 ROUNDING_H = 1e-6
+EARLIER = 1 << 20  # the visit of a task that an earlier run made
 MAX_EVENTS_PER_STEP = 200_000  # a world that goes round in circles says so instead of running for ever
 
 
@@ -66,6 +68,7 @@ def scheduler_tree(profile: Profile, arm: Arm, seed: int) -> dict[str, Any]:
             "stagger_s": arm.stagger_h * 3600.0,
             "water_level": arm.water_level,
             "tail_load": arm.tail_load,
+            "head_start_groups": round(arm.head_start * batch),
             "seed": seed,
         },
         "trajectories": {"order": arm.order, "reserve_groups": arm.reserve_groups},
@@ -119,12 +122,21 @@ class World:
     def _begin(self, tree: dict[str, Any]) -> None:
         self.serving.add_slots(sum(tree["scheduler"]["cell_slots"]))
         self._slots = dict(zip(self.nodes, tree["scheduler"]["cell_slots"], strict=True))
-        self.feed(Start(config=tree, train=tuple(f"t{i}" for i in range(self.profile.tasks)), heldout=()))
+        tasks, limit_h = range(self.profile.tasks), self.profile.durations.limit_h
+        earlier = {t: self._work.group(t, EARLIER, self.arm.known) for t in tasks} if self.arm.known else {}
+        known = {f"t{t}": tuple(min(h, limit_h) * 3600.0 for h in hours) for t, hours in earlier.items()}
+        self.feed(Start(config=tree, train=tuple(f"t{t}" for t in tasks), heldout=(), durations_s=known))
         for kind in ("proxyd", "trajd"):
             self.feed(m.Hello(kind=kind, name=kind, life=1, pid=1))
         self.feed(m.Hello(kind="executor", name="ex0", life=1, pid=1, slots=1 << 20))
         for cell in self.nodes:
             self.feed(m.RoleChanged(cell=cell, role=Role.ROLLOUT, epoch=0, version="0.0", engine_url=f"http://{cell}"))
+
+    def duration_by_place(self) -> float:
+        """Correlation of a trained group's hours with the steps since its dispatch; 0 where one does not vary."""
+        places, hours = zip(*self.places, strict=True)
+        varies = len(set(places)) > 1 and len(set(hours)) > 1
+        return correlation(places, hours) if varies else 0.0
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
