@@ -30,7 +30,8 @@ from bench.figures import Figure, figure, show
 from gyre_base.runfile import Call, context_digest, encode
 from trajtools.choose import CLASSES, choose, class_of
 from trajtools.forest import Forest, Segment, paint
-from trajtools.load import load, write_slim
+from trajtools.load import load
+from trajtools.writers.slim import write_slim
 
 MESSY = ("shuffled", "pretty", "reordered")
 SEEDS = range(24)

@@ -19,8 +19,9 @@ from gyre_base.vocabulary import Outcome
 from trajtools.breaks import analyse
 from trajtools.choose import DEFAULT, Rules, choose
 from trajtools.forest import Forest
-from trajtools.load import Execution, Recording, Source, load, whole_call
+from trajtools.load import Source, load
 from trajtools.pack import context_mismatches, pack
+from trajtools.recording import Execution, Recording, whole_call
 from trajtools.weigh import weight_of
 from trajtools.words import sizes
 

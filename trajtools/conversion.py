@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from gyre_base.runfile import Note
-from trajtools.load import Recording, Source, load, write_slim
+from trajtools.load import Source, load
 from trajtools.readers import FORMATS, UnknownFormat
+from trajtools.recording import Recording
 from trajtools.words import sizes
+from trajtools.writers.slim import write_slim
 
 FORMS = ("run", "gtr", "atif", "arrow", "parquet")
 _BY_SUFFIX = {".gtr": "gtr", ".json": "atif", ".arrow": "arrow", ".parquet": "parquet"}

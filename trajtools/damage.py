@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trajtools.load import Execution, Recording
+from trajtools.recording import Execution, Recording
 from trajtools.words import counted
 
 SHOWN = 5  # bad lines and incomplete executions that a report names; all are counted

@@ -15,7 +15,8 @@ import numpy as np
 from trajtools.breaks import analyse
 from trajtools.choose import CLASSES, DEFAULT, Rules, choose
 from trajtools.forest import Forest, Mark
-from trajtools.load import Execution, Recording, Source, Stream, load
+from trajtools.load import Source, Stream, load
+from trajtools.recording import Execution, Recording
 from trajtools.words import Say, plain_ids, sizes, speaker
 
 

@@ -1,8 +1,7 @@
-"""A recorded run in memory: one forest per execution and everything else that was recorded of it.
+"""Reading a record into a `Recording`, whole or one execution at a time.
 
-Owns reading for the reports and tools: a run file (lines or binary), a folder of shards (`calls/` of a run), a stream,
-or a record of another tool (`readers`). Arrays of a call live in the forest only, so memory is the distinct tokens;
-`Stream` goes through the executions one at a time when there are many. Changes no file.
+Owns what can be read: a run file (lines or binary), a folder of shards (`calls/` of a run), a stream, or a record of
+another tool (`readers`). `Stream` goes through the executions one at a time when there are many. Changes no file.
 """
 
 from __future__ import annotations
@@ -21,157 +20,22 @@ from typing import BinaryIO, TypeAlias
 
 import orjson
 
-from gyre_base.runblocks import Blocks
-from gyre_base.runcodec import to_line, to_object
 from gyre_base.runfile import (
-    Call,
-    CallWriter,
-    ExecEnd,
-    ExecStart,
-    Intent,
     Located,
-    Note,
     ReadReport,
-    Record,
-    Reward,
     RunHeader,
     RunReader,
 )
-from gyre_base.runframes import MAGIC, FrameReader, FrameWriter
+from gyre_base.runframes import MAGIC, FrameReader
 from gyre_base.runlines import split_lines
-from trajtools.breaks import Analysis, analyse
-from trajtools.choose import DEFAULT, Rules
-from trajtools.forest import ConflictingCall, Forest, Mark
 from trajtools.mend import cuts_of, pieces
+from trajtools.recording import Execution, OnCall, Recording, relabel
 
 Source: TypeAlias = str | Path | BinaryIO
-OnCall: TypeAlias = Callable[[Call], None]
 OnBytes: TypeAlias = Callable[[int], None]
-KEYFRAME_CALLS = 256  # a slim file is written whole, so damage is rare: fewer full lines than in a live log
 AT_ONCE = 64  # executions held in memory before `Stream` turns to one at a time
 _HEAD = re.compile(rb'\{"k":"(?:call|intent|exec|exec_end|reward|note)","exec":"([^"\\]+)"')
 _RECORD = b'{"k":"'
-
-
-@dataclass(eq=False)
-class Execution:
-    """One execution of a log. `others`: its records that are not calls, in file order."""
-
-    id: str
-    forest: Forest
-    others: list[Record] = field(default_factory=list)
-    offsets: dict[str, int] = field(default_factory=dict)  # call -> byte offset of its line
-    conflicts: list[str] = field(default_factory=list)  # calls that came again with another payload
-    blocks: Blocks | None = None  # set: its forest is of text blocks, not of tokens
-
-    @property
-    def reward(self) -> Reward | None:
-        """The last word on its outcome."""
-        return next((r for r in reversed(self.others) if isinstance(r, Reward)), None)
-
-    @property
-    def end(self) -> ExecEnd | None:
-        return next((r for r in reversed(self.others) if isinstance(r, ExecEnd)), None)
-
-    @property
-    def group(self) -> str:
-        return next((r.group for r in self.others if isinstance(r, ExecStart)), "")
-
-    @property
-    def task(self) -> str:
-        return next((r.task for r in self.others if isinstance(r, ExecStart)), "")
-
-    @property
-    def level(self) -> str:
-        return "text" if self.blocks is not None else "token"
-
-    def lost_calls(self) -> list[str]:
-        """Intents without a call: something was dispatched and never logged."""
-        return [r.call for r in self.others if isinstance(r, Intent) and r.call not in self.forest]
-
-    def gaps(self) -> list[int]:
-        """Numbers of calls that are not here, where their writer numbered them."""
-        numbers = {mark.call.seq for mark in self.forest.marks()}
-        return sorted(set(range(max(numbers, default=0))) - numbers) if len(numbers) > 1 else []
-
-    def missing(self) -> list[tuple[str, str]]:
-        """(call or "", in words), one per sign that calls are missing; empty for a complete execution."""
-        out = [(call, "was dispatched and never logged") for call in self.lost_calls()]
-        if gaps := self.gaps():
-            out.append(("", f"no call has the number {', '.join(map(str, gaps[:8]))}{', …' if len(gaps) > 8 else ''}"))
-        if self.end is not None and self.end.calls is not None and self.end.calls != len(self.forest):
-            out.append(("", f"its writer logged {self.end.calls} calls, {len(self.forest)} are here"))
-        return out
-
-    def told_missing(self) -> str:
-        return "; ".join(" ".join(x for x in (call, what) if x) for call, what in self.missing())
-
-    def withheld(self, rules: Rules = DEFAULT) -> str | None:
-        """Why nothing of it may train, as `choose` takes it. After a conflict no one knows which call is true."""
-        if self.conflicts:
-            return "conflict"
-        return "incomplete" if rules.incomplete == "mask" and self.missing() else None
-
-    def calls(self, analysis: Analysis | None = None) -> Iterator[tuple[Call, str | None, int]]:
-        """(call with its arrays, base, keep) by start time: what a writer needs for delta lines."""
-        links = (analysis or analyse(self.forest)).links
-        for mark in sorted(self.forest.marks(), key=lambda m: (m.call.t0, m.call.seq, m.id)):
-            found = links.get(mark.id)
-            yield whole_call(self.forest, mark), found.mark.id if found else None, found.shared if found else 0
-
-
-@dataclass(eq=False)
-class Recording:
-    """A whole log."""
-
-    executions: dict[str, Execution] = field(default_factory=dict)
-    loose: list[Record] = field(default_factory=list)  # headers and notes that belong to no execution
-    reports: dict[str, ReadReport] = field(default_factory=dict)  # by file
-    conflicts: list[tuple[str, str, int]] = field(default_factory=list)  # (execution, call, offset)
-    mixed: list[tuple[str, str]] = field(default_factory=list)  # calls of another level than their execution, left out
-    size: int = 0
-    format: str = "gyre.run"
-    blocks: Blocks = field(default_factory=Blocks)
-
-    @property
-    def vocab(self) -> int | None:
-        sizes = [r.tokenizer.get("vocab") for r in self.loose if isinstance(r, RunHeader)]
-        return next((v for v in sizes if isinstance(v, int)), None)
-
-    def execution(self, name: str) -> Execution:
-        if name not in self.executions:
-            self.executions[name] = Execution(name, Forest(name))
-        return self.executions[name]
-
-    def take(self, record: Record, offset: int = -1, on_call: OnCall | None = None) -> None:
-        match record:
-            case Call():
-                self._take_call(record, offset, on_call)
-            case RunHeader() | Note(exec=None):
-                self.loose.append(record)
-            case Note():
-                self.execution(str(record.exec)).others.append(record)
-            case _:
-                self.execution(record.exec).others.append(record)
-
-    def _take_call(self, call: Call, offset: int, on_call: OnCall | None) -> None:
-        execution = self.execution(call.exec)
-        if not len(execution.forest):
-            execution.blocks = self.blocks if call.level == "text" else None
-        if call.level != execution.level:
-            self.mixed.append((call.exec, call.call))
-            return
-        if on_call is not None:
-            on_call(call)
-        try:
-            if execution.forest.insert(call):
-                execution.offsets[call.call] = offset
-        except ConflictingCall:
-            self.conflict(call.exec, call.call, offset)
-
-    def conflict(self, execution: str, call: str, offset: int) -> None:
-        self.conflicts.append((execution, call, offset))
-        self.execution(execution).conflicts.append(call)
 
 
 def load(source: Source, *, on_call: OnCall | None = None, on_bytes: OnBytes | None = None) -> Recording:
@@ -193,22 +57,6 @@ def files_of(source: str | Path) -> list[Path]:
     """The run files behind a path: itself, or every *.jsonl and *.gtr of a folder by name."""
     path = Path(source)
     return sorted([*path.glob("*.jsonl"), *path.glob("*.gtr")]) if path.is_dir() else [path]
-
-
-def whole_call(forest: Forest, mark: Mark) -> Call:
-    """The call as recorded, arrays included."""
-    tokens = forest.tokens(mark)
-    prompt, completion = tokens[: mark.prompt_tokens], tokens[mark.prompt_tokens :]
-    return dataclasses.replace(mark.call, prompt_ids=prompt, completion_ids=completion, logprobs=mark.logprobs)
-
-
-def relabel(execution: Execution) -> None:
-    """proxyd learns from later calls what an earlier one was (a compaction, a side call) and says so in a note."""
-    for note in execution.others:
-        if isinstance(note, Note) and note.text == "relabel" and str(note.extra.get("call")) in execution.forest:
-            mark = execution.forest[str(note.extra["call"])]
-            purpose, label = (str(note.extra.get(k) or getattr(mark.call, k)) for k in ("purpose", "label"))
-            mark.call = dataclasses.replace(mark.call, purpose=purpose, label=label)
 
 
 # ---- one execution at a time ---------------------------------------------------------------------------------------
@@ -440,57 +288,3 @@ def _close(recording: Recording, name: str, part: Path | BinaryIO) -> None:
         recording.conflict(*conflict)
     with _open(part) as file:
         recording.size += file.seek(0, 2)
-
-
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
-class SlimWriter:
-    """Writes executions in delta form, calls by start time; equal sets, equal bytes. Binary if named .gtr."""
-
-    def __init__(self, out: str | Path, blocks: Blocks) -> None:
-        self._path = Path(out)
-        self._part = self._path.with_name(self._path.name + ".part")
-        binary = self._path.suffix == ".gtr"  # its blocks carry checksums: no keyframes needed to bound damage
-        self._writer = CallWriter(blocks=blocks, keyframe_calls=1 << 30 if binary else KEYFRAME_CALLS)
-        self._file = self._part.open("wb")
-        self._frames = FrameWriter(self._file) if binary else None
-        self._size = 0
-
-    def _put(self, obj: dict[str, object]) -> None:
-        if self._frames is not None:
-            self._frames.write(obj)
-        else:
-            self._size += self._file.write(to_line(obj))
-
-    def loose(self, records: list[Record]) -> None:
-        for record in records:
-            self._put(to_object(record))
-
-    def execution(self, execution: Execution, analysis: Analysis | None = None) -> None:
-        closing = (Reward, ExecEnd)
-        for record in execution.others:
-            if not isinstance(record, closing):
-                self._put(to_object(record))
-        for call, base, keep in execution.calls(analysis):
-            self._put(self._writer.object(call, base=base, keep=keep))
-        for record in execution.others:
-            if isinstance(record, closing):
-                self._put(to_object(record))
-        self._writer.forget(execution.id)
-
-    def close(self) -> int:
-        """Into place. Returns the size."""
-        size = self._frames.close() if self._frames is not None else self._size
-        self._file.close()
-        self._part.replace(self._path)
-        return size
-
-
-def write_slim(recording: Recording, out: str | Path) -> int:
-    """The whole of it; see `SlimWriter`. Returns the size."""
-    writer = SlimWriter(out, recording.blocks)
-    writer.loose(recording.loose)
-    for name in sorted(recording.executions):
-        writer.execution(recording.executions[name])
-    return writer.close()

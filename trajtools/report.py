@@ -16,8 +16,10 @@ from gyre_base.runblocks import Blocks
 from trajtools.breaks import KINDS, Analysis, Break, analyse
 from trajtools.choose import CLASSES, DEFAULT, REASONS, Choice, Rules, choose
 from trajtools.damage import Damage, Gaps, incomplete_lines
-from trajtools.load import Execution, OnBytes, SlimWriter, Source, Stream
+from trajtools.load import OnBytes, Source, Stream
+from trajtools.recording import Execution
 from trajtools.words import Say, clipped, counted, sizes, speaker
+from trajtools.writers.slim import SlimWriter
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from gyre_base.microstep import PackedExecution
 from gyre_base.vocabulary import Outcome
 from trajtools.choose import DEFAULT, Choice, Rules, choose
-from trajtools.load import Execution, Recording
 from trajtools.pack import flatten, pack
+from trajtools.recording import Execution, Recording
 from trajtools.weigh import Result, group_weights
 
 FORMS = ("flat", "tree")

@@ -17,7 +17,8 @@ from gyre_base.runfile import ExecStart
 from trajtools.breaks import analyse
 from trajtools.damage import Damage, Gaps, incomplete_lines
 from trajtools.forest import Mark
-from trajtools.load import Execution, OnBytes, Source, Stream
+from trajtools.load import OnBytes, Source, Stream
+from trajtools.recording import Execution
 from trajtools.words import counted
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)

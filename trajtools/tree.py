@@ -15,7 +15,7 @@ from typing import Any
 from trajtools.breaks import Analysis, Break, analyse
 from trajtools.choose import DEFAULT, Choice, Rules, choose, class_of
 from trajtools.forest import Mark, Segment
-from trajtools.load import Execution
+from trajtools.recording import Execution
 
 ALIKE = 3  # branches of one kind under one line that are folded into a row when there are more
 

@@ -14,10 +14,11 @@ from trajbuild import Story, make_call, random_execution
 import trajtools
 from gyre_base.runfile import CallWriter, ExecEnd, ExecStart, Intent, Note, Reward, RunHeader, encode
 from trajtools.check import check
-from trajtools.load import load, write_slim
+from trajtools.load import load
 from trajtools.readers import UnknownFormat
 from trajtools.report import dedup
 from trajtools.stats import stats
+from trajtools.writers.slim import write_slim
 
 DATA = Path(__file__).parent / "data"
 

@@ -21,7 +21,7 @@ import orjson
 from trajtools.breaks import analyse
 from trajtools.choose import DEFAULT, choose, class_of
 from trajtools.forest import Mark
-from trajtools.load import Execution, Recording
+from trajtools.recording import Execution, Recording
 from trajtools.words import Say
 
 VERSIONS = ("1.7", "1.8")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trajtools.load import Recording
+from trajtools.recording import Recording
 
 
 def write_table(recording: Recording, out: Path, form: str) -> int:
