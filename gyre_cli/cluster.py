@@ -107,11 +107,11 @@ class ClusterSupervisor(Supervisor):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, lambda: self.leave("Slurm ends the job (TERM)", save_first=False))
 
-    def leave(self, why: str, *, save_first: bool) -> None:
+    def leave(self, why: str, *, save_first: bool, comes_back: bool = True) -> None:
         """The first reason counts; a TERM later cuts the saving short."""
         self._save_first = save_first and (self._save_first or not self.stopping.is_set())
         if not self.stopping.is_set():
-            self.why = why
+            self.why, self._comes_back = why, comes_back
             click.echo(f"leaving: {why}", err=True)
             self.stopping.set()
 
@@ -124,7 +124,8 @@ class ClusterSupervisor(Supervisor):
                     return m.Refused(why=f"{cell} was given up: {self.lost[cell]}")
                 return m.Done()
             case m.OperatorOrder(verb="stop"):
-                self._save_first = True
+                self.leave("by order (gyre stop)", save_first=True, comes_back=False)
+                return m.Done(note="saving and stopping")
             case m.CellEnding(cell=cell):
                 self._beside(self._cell_ending(cell))
                 return m.Done()
@@ -261,10 +262,10 @@ class ClusterSupervisor(Supervisor):
     async def _stop_all(self) -> None:
         if self.stopping.is_set() and self._save_first:
             await self._save()
-        if self.stopping.is_set() and self.why:
+        if self._comes_back:
             self._comes_back = (await self._job_record()).get("JobState", "RUNNING") == "RUNNING"
         await super()._stop_all()
-        if self.stopping.is_set() and self.why:
+        if self._comes_back:
             await self._requeue()
 
     async def _save(self) -> None:

@@ -13,7 +13,7 @@ from tests.slurm.minislurm import Cluster
 from tests.slurm.running import JobRun, emulated, setting, whole
 from tests.system.running import command
 
-LONG = 14
+LONG = 30  # optimizer steps, of 1 to 2 s: Slurm needs time to miss a node
 
 
 def outcomes(run: JobRun) -> dict[str, int]:
@@ -48,8 +48,12 @@ def test_a_worker_node_crashes_and_the_rest_goes_on_with_every_execution_unharme
     with JobRun(quiet_slurm, tmp_path, model, setting(cluster__cells=3, scheduler__steps=LONG)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 2)
-        quiet_slurm.crash(worker_of(run))
-        run.until(lambda s: s["roles"]["c1"] == "down", 40)
+        node = worker_of(run)
+        quiet_slurm.crash(node)
+        run.until(lambda s: s["roles"]["c1"] == "down", 40)  # by heartbeats: Slurm does not know yet
+        quiet_slurm.run(
+            "scontrol", "update", f"nodename={node}", "state=down", "reason=lost"
+        )  # what it finds in minutes
         status = run.until(lambda s: s["lost_cells"] == ["c1"], 60)
         assert len(status["job_nodes"]) == 2
         summary = run.finish()
