@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from trajbuild import Story, forest_of, random_execution
 
 import trajtools
-from gyre_base.runfile import encode
+from gyre_base.runfile import Reward, encode
 from gyre_base.runframes import FrameReader
 from trajtools.breaks import analyse
 from trajtools.conversion import CannotWrite
@@ -300,8 +301,51 @@ def test_a_binary_file_is_found_torn_wherever_it_is_cut_and_what_is_before_is_go
     assert not list(reader.objects()) and reader.torn is not None
 
 
+def rows_of(path):
+    """The calls of a table with their whole prompts, as a reader of the file would put them together."""
+    from pyarrow import feather, parquet
+
+    table = parquet.read_table(path) if path.suffix == ".parquet" else feather.read_table(path)
+    whole, out = {}, {}
+    for row in table.to_pylist():
+        head = whole[row["execution"], row["base"]][: row["keep"]] if row["base"] is not None else []
+        prompt = [*head, *row["prompt_ids"]]
+        whole[row["execution"], row["call"]] = [*prompt, *row["completion_ids"]]
+        out[row["execution"], row["call"]] = (
+            prompt,
+            row["completion_ids"],
+            row["logprobs"],
+            row["label"],
+            row["score"],
+        )
+    return out
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_table_holds_every_call_with_its_ids_and_logprobs(suffix, tmp_path):
+    calls = [c for i in range(3) for c in random_execution(np.random.default_rng(i), calls=30, execution=f"e{i}")]
+    lines = [*map(encode, calls), encode(Reward(exec="e1", status="scored", value=0.5))]
+    (tmp_path / "in.jsonl").write_bytes(b"".join(lines))
+    convert_to(tmp_path / "in.jsonl", tmp_path / f"out{suffix}")
+    rows = rows_of(tmp_path / f"out{suffix}")
+    assert len(rows) == len(calls)
+    for call in calls:
+        prompt, completion, logprobs, label, score = rows[call.exec, call.call]
+        assert (prompt, completion) == (call.prompt_ids.tolist(), call.completion_ids.tolist())
+        assert (logprobs is None) == (call.logprobs is None)
+        if logprobs is not None:
+            finite = np.where(np.isfinite(call.logprobs), call.logprobs, np.nan).astype(np.float32)
+            assert np.array_equal(np.array(logprobs, np.float32), finite, equal_nan=True)
+        assert (label, score) == (call.label, 0.5 if call.exec == "e1" else None)
+
+
+def test_without_pyarrow_a_table_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(CannotWrite, match=r"pip install 'gyre-rl\[arrow\]'"):
+        convert_to(DATA / "nemogym_rollout.jsonl", tmp_path / "x.parquet")
+
+
 def test_a_table_needs_ids_and_says_so(tmp_path):
-    pytest.importorskip("pyarrow")
     with pytest.raises(CannotWrite, match="has none"):
         convert_to(DATA / "codex_rollout.jsonl", tmp_path / "x.parquet")
 
