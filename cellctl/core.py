@@ -391,12 +391,20 @@ class Scheduler:
         return [self.queue.next_by(self.forecast.seconds, burst) for _ in range(count)]
 
     def _owed(self, view: policies.View) -> list[policies.Decision]:
-        """Groups must be made up but nobody serves: the last cell that trains comes back to serve them."""
-        if not self.owed_groups or not view.pool.training:
+        """Executions must be served but nobody does: the last cell that trains comes back. Either groups must be made
+        up, or the cell that served is gone.
+        """
+        if view.pool.serving or not view.pool.training or self.policy.name == "async":
             return []
-        if any(c.role in (Role.TO_ROLLOUT, Role.ROLLOUT) for c in view.pool.cells):  # somebody serves, or will soon
+        coming = (Role.TO_ROLLOUT, Role.STARTING)
+        if any(c.role in coming and c.name not in self.job.out() for c in self.cells.values()):
             return []
-        why = f"{self.owed_groups} groups had too few valid executions and are replaced"
+        if self.owed_groups:
+            why = f"{self.owed_groups} groups had too few valid executions and are replaced"
+        elif view.water_level:
+            why = f"no cell serves the {view.water_level} executions in flight: the one that did is gone"
+        else:
+            return []
         return [policies.Decision(cell=view.pool.training[-1].name, to=Role.ROLLOUT, why=why)]
 
     # ---- invariants -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cellctl import turning
 from cellctl.policies import Decision
+from cellctl.roles import Cell
 from gyre_base import messages as m
 from gyre_base.daemon import Send
 from gyre_base.vocabulary import Role
@@ -26,14 +27,16 @@ def obey(scheduler: Scheduler, order: m.OperatorOrder, now: float) -> m.Done | m
         case "flip":
             return _flip(scheduler, order.argument, order.options.get("to", ""), now)
         case "drain":
-            return _drain(scheduler, order.argument, now)
+            return _drain(scheduler, order.argument, order.options, now)
         case "undrain":
             return _undrain(scheduler, order.argument, now)
     return m.Refused(why=f"no order is called {order.verb!r}: freeze, thaw, flip, drain, undrain")
 
 
-def _drain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
-    """Take a serving cell out for good: its calls move, then nothing of the run is left on it."""
+def _drain(scheduler: Scheduler, name: str, options: dict[str, str], now: float) -> m.Done | m.Refused:
+    """Take a serving cell out for good: its calls move, then nothing of the run is left on it. `reason` is kept in its
+    story; the only cell that serves what is in flight goes only by `force`.
+    """
     cell = scheduler.cells.get(name)
     if cell is None:
         return m.Refused(why=f"no cell is called {name!r}: {', '.join(scheduler.cells)}")
@@ -43,11 +46,19 @@ def _drain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
         return m.Refused(why=f"{name} is the core: it owns weights and optimizer; stop the run instead")
     if cell.role is not Role.ROLLOUT:
         return m.Refused(why=f"{name} is {cell.role.value}; only a cell that serves can be drained: try again then")
+    tight = _too_little_without(scheduler, cell)
+    others = [c for c in scheduler.cells.values() if c.serves and c is not cell]
+    if tight and not others and not options.get("force"):
+        return m.Refused(
+            why=f"{name} is the only cell that serves, {tight}; wait, or --force: a training cell comes back"
+        )
     scheduler.job.drained.add(name)
     cell.epoch += 1
-    turning.become(scheduler, cell, Role.TO_ROLLOUT, now, "drains by order of the operator")
+    reason = f": {options['reason']}" if options.get("reason") else ""
+    turning.become(scheduler, cell, Role.TO_ROLLOUT, now, f"drains by order of the operator{reason}")
     turning.drain(scheduler, cell, now)
-    return m.Done(note=f"{name} drains; when it is down its node can be given back")
+    note = f"{name} drains; when it is down its node can be given back"
+    return m.Done(note=f"{note} ({tight}: they share them)" if tight else note)
 
 
 def _undrain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
@@ -65,6 +76,13 @@ def _undrain(scheduler: Scheduler, name: str, now: float) -> m.Done | m.Refused:
     return m.Done(note=f"{name} loads {scheduler.version} and serves again")
 
 
+def _too_little_without(scheduler: Scheduler, cell: Cell) -> str:
+    """Why the executions in flight need this cell, in numbers; "" if they do not."""
+    rest = sum(c.slots for c in scheduler.cells.values() if c.serves and c is not cell)
+    level = scheduler.ledger.level()
+    return f"the water level is {level}, the other cells have {rest} slots" if rest < level else ""
+
+
 def _flip(scheduler: Scheduler, name: str, to: str, now: float) -> m.Done | m.Refused:
     cell = scheduler.cells.get(name)
     if cell is None:
@@ -75,9 +93,7 @@ def _flip(scheduler: Scheduler, name: str, to: str, now: float) -> m.Done | m.Re
     origin = Role.ROLLOUT if wanted is Role.TRAIN else Role.TRAIN
     if cell.role is not origin:
         return m.Refused(why=f"{name} is {cell.role.value}; only a cell in {origin.value} can turn to {to}")
-    if wanted is Role.TRAIN:
-        rest = sum(c.slots for c in scheduler.cells.values() if c.serves and c is not cell)
-        if rest < scheduler.ledger.level():
-            return m.Refused(why=f"the water level is {scheduler.ledger.level()}, the other cells have {rest} slots")
+    if wanted is Role.TRAIN and (why := _too_little_without(scheduler, cell)):
+        return m.Refused(why=why)
     scheduler.turn(Decision(cell=name, to=wanted, why="by order of the operator"), now)
     return m.Done(note=f"{name} turns to {to}")

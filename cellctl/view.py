@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 from typing import Any
 
 from cellctl.core import Scheduler
-from gyre_base.vocabulary import Role
+from cellctl.roles import Cell
+from gyre_base.vocabulary import Purpose, Role
+
+LOOKED_AT = 500  # executions in flight whose end is forecast
+RECENT_SWITCHES = 8
 
 
 def status(scheduler: Scheduler, now: float) -> list[dict[str, Any]]:
@@ -33,8 +38,11 @@ def run_row(s: Scheduler, now: float) -> dict[str, Any]:
         "burst_end": s.burst_end,
         "water_level": s.ledger.level(),
         "serving_slots": sum(c.slots for c in s.cells.values() if c.serves),
+        "waiting_for_executor": len(s.waiting),
+        "groups_open": s.ledger.groups_open(),
         "groups_ready": s.groups_ready,
         "groups_per_batch": s.config.scheduler.groups_per_batch,
+        "batch_filled": min(1.0, s.groups_ready / s.config.scheduler.groups_per_batch),
         "executions": s.ledger.outcomes,
         "retries": s.ledger.retries,
         "mean_staleness": mean_staleness(s),
@@ -45,7 +53,11 @@ def run_row(s: Scheduler, now: float) -> dict[str, Any]:
         "saving": "save" in s.promises,
         **s.job.row(now),
         **s.totals,
+        "to_train_s": switch_seconds(s, Role.TRAIN),
+        "to_rollout_s": switch_seconds(s, Role.ROLLOUT),
         "forecast": forecast(s),
+        "next_turn_s": next_turn_s(s, now),
+        "alarms": len(s.alarms),
         "now": now,
     }
 
@@ -76,7 +88,7 @@ def explain(s: Scheduler, name: str, now: float) -> list[dict[str, Any]]:
         rows.append({"cell": cell.name, "role": cell.role.value, "why": cell.reason, "story": list(cell.story)})
     if not rows:
         return [{"error": f"no cell is called {name!r}: {', '.join(s.cells)}"}]
-    return [*rows, {"next": forecast(s)}]
+    return [*rows, {"next": forecast(s), "next_turn_s": next_turn_s(s, now)}]
 
 
 def forecast(s: Scheduler) -> str:
@@ -85,11 +97,47 @@ def forecast(s: Scheduler) -> str:
         return f"no turn in phase {s.phase}"
     if s.frozen:
         return "frozen by the operator"
-    serving = [c for c in s.cells.values() if c.role is Role.ROLLOUT]
-    if s.version.step >= s.burst_end or not serving:
+    if s.policy.name == "async":
+        return "no turn: the pools are fixed in the async policy"
+    cell, left = _next_to_train(s)
+    if cell is None:
         return f"cells come back when step {s.burst_end} is done"
-    left = sum(c.slots for c in serving) - serving[0].slots
-    return f"{serving[0].name} turns to train when the water level ({s.ledger.level()}) is at most {left}"
+    what = "the whole pool turns" if s.policy.name == "colocate" else f"{cell.name} turns"
+    return f"{what} to train when the water level ({s.ledger.level()}) is at most {left}"
+
+
+def _next_to_train(s: Scheduler) -> tuple[Cell | None, int]:
+    """(the cell whose turn it is, the water level at which it turns); None if none is lent before the burst's end."""
+    serving = [c for c in s.cells.values() if c.role is Role.ROLLOUT]
+    first = next((c for c in serving if not c.standalone), None)
+    if first is None or s.version.step >= s.burst_end:
+        return None, 0
+    return first, 0 if s.policy.name == "colocate" else sum(c.slots for c in serving) - first.slots
+
+
+def next_turn_s(s: Scheduler, now: float) -> float | None:
+    """Seconds until that, by the forecast durations of what is in flight; None if nobody can say.
+
+    Of more than `LOOKED_AT` executions every so many is looked at.
+    """
+    cell, left = _next_to_train(s)
+    running = list(s.ledger.in_flight.values())
+    knows = bool(s.ledger.outcomes.get(Purpose.TRAIN.value)) and s.phase == "training" and s.policy.name != "async"
+    if not knows or cell is None or len(running) <= left:
+        return None
+    every = len(running) // LOOKED_AT + 1
+    limit_s = s.config.tasks.harness_limit_s
+    remaining = sorted(
+        s.forecast.remaining_s(s.ledger.groups[e.group].task, now - e.dispatched_at, limit_s) for e in running[::every]
+    )
+    ends = (len(running) - left) / len(running) * len(remaining)  # so many of these must end
+    return round(remaining[min(len(remaining), math.ceil(ends)) - 1], 1)
+
+
+def switch_seconds(s: Scheduler, to: Role) -> float | None:
+    """Mean of the last switches to a role."""
+    last = [row["seconds"] for row in s.switch_times if row["to"] == to.value][-RECENT_SWITCHES:]
+    return round(fmean(last), 3) if last else None
 
 
 def mean_staleness(s: Scheduler) -> float:

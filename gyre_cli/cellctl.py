@@ -246,7 +246,9 @@ def _sensitivity(setting: Profile, seeds: int) -> Iterator[dict[str, Any]]:
 @main.command()
 @click.option("--gpus", type=click.IntRange(1), required=True, help="GPUs for serving and training together.")
 @click.option(
-    "--durations", type=click.Path(exists=True, dir_okay=False), help="JSON lines with hours or duration_s, and task."
+    "--durations",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON lines with hours or duration_s, and task; trajtools stats --json prints such.",
 )
 @click.option(
     "--profile", "name", default="qwengyre-122b", show_default=True, help="Laws of load, training and switching."
@@ -263,6 +265,9 @@ def _sensitivity(setting: Profile, seeds: int) -> Iterator[dict[str, Any]]:
     "--staleness", type=float, default=1.5, show_default=True, help="Mean staleness that you accept, in steps."
 )
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--curve", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture of the gain for 1 to 8 cells."
+)
 @json_option
 @guarded
 def plan(
@@ -275,6 +280,7 @@ def plan(
     gpu_memory: float,
     staleness: float,
     seeds: int,
+    curve: Path | None,
     as_json: bool,
 ) -> None:
     """Cells, burst and slots for your durations, with the gain to expect; exit 1 where it is not worth it."""
@@ -288,6 +294,12 @@ def plan(
     site = planner.Site(nodes=units, least_nodes_per_cell=least, staleness=staleness, seeds=seeds)
     row = {"gpus": gpus, "gpus_per_unit": site_profile.gpus_per_node, **planner.plan(site_profile, site)}
     common.print_json([row]) if as_json else common.print_tables([row])
+    if curve:
+        from cellctl.simulate import curve as picture
+
+        m = max(m for m in planner.BURSTS if (m - 1) / 2.0 <= staleness)
+        line = list(planner.break_even(site_profile, units, seeds=seeds, m=m))
+        curve.write_text(picture.draw({f"{gpus} GPUs": line}))
     if not row["worth_it"]:
         raise SystemExit(common.NO)
 

@@ -2,7 +2,7 @@
 the diff.
 
 A transcript's first line says what matters. Event lines: `time tag key=value ...`; values are JSON where they are
-not plain words.
+not plain words. `with section.key=value ...` changes the configuration.
 """
 
 from __future__ import annotations
@@ -37,6 +37,16 @@ def parse(line: str) -> tuple[float, dict]:
     return float(at), fields
 
 
+def changed(events: list[str]) -> dict:
+    """The configuration with what lines such as `with cluster.cells=2` change of it."""
+    tree = {section: dict(keys) for section, keys in TREE.items()}
+    for word in (word for line in events if line.startswith("with ") for word in line.split()[1:]):
+        dotted, _, text = word.partition("=")
+        section, _, key = dotted.partition(".")
+        tree[section][key] = json.loads(text)
+    return tree
+
+
 def told(command: dict) -> str:
     shown = (
         {**command, "engines": [f"{e['cell']}:{'serves' if e['serving'] else 'leaves'}" for e in command["engines"]]}
@@ -51,9 +61,11 @@ def told(command: dict) -> str:
 
 def play(events: list[str]) -> list[str]:
     core = Scheduler()
-    core.handle(Start(config=TREE, train=("t0", "t1"), heldout=()), 0.0)
+    core.handle(Start(config=changed(events), train=("t0", "t1"), heldout=()), 0.0)
     out: list[str] = []
     for line in events:
+        if line.startswith("with "):
+            continue
         at, fields = parse(line)
         commands = [command_json(c) for c in core.handle(wire.from_json(fields), at)]
         core.check()

@@ -31,8 +31,8 @@ def until(world: World, what: Any) -> None:
         advance(world)
 
 
-def order(world: World, verb: str, cell: str) -> Any:
-    commands = world.core.handle(m.OperatorOrder(verb=verb, argument=cell), world.now)
+def order(world: World, verb: str, cell: str, **options: str) -> Any:
+    commands = world.core.handle(m.OperatorOrder(verb=verb, argument=cell, options=options), world.now)
     for command in commands:
         world.obey(command)
     return next(c.message for c in commands if isinstance(c, Answer))
@@ -112,7 +112,7 @@ def test_in_a_job_a_step_after_the_cadence_is_saved():
 def test_a_drained_cell_takes_part_no_more_until_it_is_taken_back():
     world = World(4, cells=3, steps=10, heldout=0)
     until(world, lambda: world.core.version.step >= 1 and world.core.cells["c2"].role is Role.ROLLOUT)
-    assert isinstance(order(world, "drain", "c2"), m.Done)
+    assert isinstance(order(world, "drain", "c2", force="yes"), m.Done)
     until(world, lambda: world.core.cells["c2"].role is Role.DOWN)
     step = world.core.version.step
     until(world, lambda: world.core.version.step >= step + 2)
