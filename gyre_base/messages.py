@@ -533,6 +533,27 @@ class StepDone:
 # ---- rank <-> rank, celld <-> rank ---------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteSlot:
+    """Bytes in a registered slot of another process, to be read one-sidedly: xxh3-64 of each chunk; a lease to give
+    back.
+    """
+
+    peer: str
+    address: int
+    size: int
+    chunk_bytes: int
+    digests: tuple[int, ...]
+    lease: int
+
+
+@message("slot.done")
+class SlotDone:
+    """reader -> owner of a slot: read, or given up. At most once; time ends a lease too."""
+
+    lease: int
+
+
 @message("gradient?")
 class PullGradient:
     """core rank -> satellite rank: your sum for this batch. Again: the satellite keeps it until it sees a newer base
@@ -541,6 +562,7 @@ class PullGradient:
 
     batch: int
     life: int
+    by: str = "socket"  # mooncake: bytes in a slot, where the peer can
 
 
 @message("gradient")
@@ -556,7 +578,8 @@ class GradientSum:
     weight_sum: float
     stats: dict[str, float]
     digest: str
-    payload: bytes
+    payload: bytes  # empty if in `slot`
+    slot: RemoteSlot | None = None
 
 
 @message("weights?")
@@ -564,6 +587,7 @@ class PullWeights:
     """satellite rank or celld -> core rank. Answered by `weights` or `refused`. `have` = version already held."""
 
     have: str = ""
+    by: str = "socket"  # mooncake: bytes in a slot, where the core can
 
 
 @message("weights")
@@ -575,7 +599,8 @@ class WeightsSnapshot:
     version: str
     layout: tuple[tuple[str, tuple[int, ...]], ...]
     digest: str
-    payload: bytes
+    payload: bytes  # empty if in `slot`
+    slot: RemoteSlot | None = None
 
 
 @message("rank.train")
