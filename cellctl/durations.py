@@ -1,8 +1,8 @@
 """Recorded durations of executions, by task: what the simulator draws from, the planner plans for and a forecast starts
 from.
 
-A file is JSON lines. Either one object per execution (or per task, with lists) with `hours`, `duration_h`,
-`duration_s` or `wall_s` and, if known, `task`; or what `trajtools stats --json` prints: `durations_s`, a list per task.
+A file is JSON lines: objects with `hours`, `duration_h`, `duration_s` or `wall_s`, one number or a list of them, and,
+if known, `task`. Other objects are passed over, so the output of `trajtools stats --json` is such a file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import orjson
 from gyre_base.config import ConfigError
 
 PER_HOUR = {"hours": 1.0, "duration_h": 1.0, "duration_s": 1 / 3600, "wall_s": 1 / 3600}
-BY_GROUP = "durations_s"
 
 
 def read(path: Path) -> dict[str, list[float]]:
@@ -31,16 +30,13 @@ def read(path: Path) -> dict[str, list[float]]:
         raise ConfigError(f"cannot read durations from {path}: {error}") from None
     by_task = {task: hours for task, hours in by_task.items() if max(hours) > 0.0}
     if not by_task:
-        wanted = ", ".join((*PER_HOUR, BY_GROUP))
-        raise ConfigError(f"{path} has no durations: want JSON lines with one of {wanted}")
+        raise ConfigError(f"{path} has no durations: want JSON lines with one of {', '.join(PER_HOUR)}")
     return by_task
 
 
 def _of(row: Any) -> Iterator[tuple[str, float]]:
     if not isinstance(row, dict):
         return
-    for group, seconds in (row.get(BY_GROUP) or {}).items():
-        yield from ((group, float(s) / 3600.0) for s in seconds)
     for key, factor in PER_HOUR.items():
         value = row.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]

@@ -65,11 +65,15 @@ def explain(cell: str, run_dir: str | None, as_json: bool) -> None:
         return
     for row in rows:
         if "next" in row:
-            click.echo(f"next: {row['next']}")
+            about = f", in about {row['next_turn_s']:.0f} s" if row["next_turn_s"] is not None else ""
+            click.echo(f"next: {row['next']}{about}")
             continue
         click.echo(f"{row['cell']}  {row['role']}: {row['why']}")
+        if row["stays"]:
+            click.echo(f"    stays: {row['stays']}")
         for line in row["story"]:
-            click.echo(f"    {line}")
+            at, _, what = line.partition(" ")
+            click.echo(f"    {time.strftime('%H:%M:%S', time.localtime(float(at)))} {what}")
 
 
 @main.command()

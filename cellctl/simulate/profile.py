@@ -66,6 +66,7 @@ class Arm:
     standalone: int = 0  # so many of the last cells only ever serve
     train_cells: int = 1  # policy async
     streaming: bool = True
+    slots: float = 1.0  # of the slots that engines have, for the water level: above 1 cells are lent sooner
     dispatch_order: str = "queue"  # this and the next six: options of the scheduler by their names in the configuration
     stagger_h: float = 0.0
     water_level: str = "count"

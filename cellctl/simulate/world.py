@@ -60,7 +60,7 @@ def scheduler_tree(profile: Profile, arm: Arm, seed: int) -> dict[str, Any]:
             "groups_per_batch": batch,
             "group_size": profile.group_size,
             "look_ahead_groups": own,
-            "cell_slots": [max(1, round(n * laws.slots_per_node)) for n in arm.nodes],
+            "cell_slots": [max(1, round(n * laws.slots_per_node * arm.slots)) for n in arm.nodes],
             "standalone_cells": arm.standalone,
             "streaming": arm.streaming,
             "async_train_cells": arm.train_cells,
@@ -120,8 +120,8 @@ class World:
         self._begin(scheduler_tree(profile, arm, seed))
 
     def _begin(self, tree: dict[str, Any]) -> None:
-        self.serving.add_slots(sum(tree["scheduler"]["cell_slots"]))
-        self._slots = dict(zip(self.nodes, tree["scheduler"]["cell_slots"], strict=True))
+        self._slots = {cell: max(1, round(n * self.laws.slots_per_node)) for cell, n in self.nodes.items()}
+        self.serving.add_slots(sum(self._slots.values()))
         tasks, limit_h = range(self.profile.tasks), self.profile.durations.limit_h
         earlier = {t: self._work.group(t, EARLIER, self.arm.known) for t in tasks} if self.arm.known else {}
         known = {f"t{t}": tuple(min(h, limit_h) * 3600.0 for h in hours) for t, hours in earlier.items()}

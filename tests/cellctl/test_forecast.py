@@ -212,5 +212,8 @@ def test_a_policy_may_move_cells_both_ways_in_the_middle_of_a_burst():
 
 def test_durations_of_stats_are_read_by_task(tmp_path):
     path = tmp_path / "stats.jsonl"
-    path.write_text('{"calls": 3, "durations_s": {"a": [3600, 7200], "": [1800]}}\n')
-    assert read(path) == {"a": [1.0, 2.0], "": [0.5]}
+    told = (
+        '{"executions": 3, "execution_s": {"p50": 1.0}}\n{"task": "a", "executions": 2, "duration_s": [3600, 7200.0]}'
+    )
+    path.write_text(told + '\n{"task": "b", "executions": 1, "duration_s": [0.0]}\n')
+    assert read(path) == {"a": [1.0, 2.0]}
