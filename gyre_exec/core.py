@@ -141,7 +141,7 @@ class ExecutorCore:
             case e.Prepared():
                 self._prepared(held, event, now)
             case e.Started():
-                self._started(held, now)
+                self._started(held, event, now)
             case e.Broken():
                 self._report(held, event.outcome, now, error=event.why)
             case e.HarnessEnded():
@@ -218,10 +218,10 @@ class ExecutorCore:
         self._move(held, State.STARTING)
         self._out.append(e.Start(execution=held.order.execution))
 
-    def _started(self, held: Held, now: float) -> None:
+    def _started(self, held: Held, event: e.Started, now: float) -> None:
         self._move(held, State.RUNNING)
-        held.started_at = now
-        self._due[held.order.execution] = now + min(held.limit_s, self.limits.overall_limit_s)
+        held.started_at = event.at or now
+        self._due[held.order.execution] = held.started_at + min(held.limit_s, self.limits.overall_limit_s)
         if held.cancelled is not None:
             self._stop(held, now)
 
@@ -257,7 +257,7 @@ class ExecutorCore:
 
     def _ended(self, held: Held, event: e.HarnessEnded, now: float) -> None:
         held.end = event
-        held.wall_s = now - held.started_at
+        held.wall_s = (event.at or now) - held.started_at
         if held.cancelled is not None:
             self._report(held, Outcome.CANCELLED, now, error=held.cancelled)
             return

@@ -198,11 +198,12 @@ class Executor(daemon.Shell):
             self.relay.close(name)
             self._broken(name, WorkspaceError(f"the harness can't be started: {error}"))
             return
+        began_at = self.clock.now()
         self._children[name] = child
         with contextlib.suppress(OSError):
             keeping.note_pid(self.folder(name), self.name, child.pid)
         child.exited.add_done_callback(lambda exited: self._harness_ended(name, exited, err))
-        self.post(e.Started(execution=name, pid=child.pid))
+        self.post(e.Started(execution=name, pid=child.pid, at=began_at))
 
     def _spawn(self, name: str, line: CommandLine) -> tuple[children.Child, children.Sink]:
         folder = self.folder(name)
@@ -272,6 +273,7 @@ class Executor(daemon.Shell):
                 calls=account.calls,
                 harness_errors=account.errors,
                 stderr_tail=err.tail()[-STDERR_CHARS:] if exited.result() else "",
+                at=self.clock.now(),
             )
         )
 

@@ -23,10 +23,11 @@ class Prepared:
 
 @message("exec.started")
 class Started:
-    """The harness process runs; its clock starts now."""
+    """The harness process runs; its clock starts at `at` (0: when this is handled, which a busy loop may put off)."""
 
     execution: str
     pid: int
+    at: float = 0.0
 
 
 @message("exec.broken")
@@ -65,6 +66,7 @@ class HarnessEnded:
     calls: int = 0
     harness_errors: int = 0
     stderr_tail: str = ""
+    at: float = 0.0  # as in `exec.started`
 
 
 @message("exec.evaluated")

@@ -59,7 +59,7 @@ class Backend(ABC):
 
     def __init__(self, run: RunDir, settings: config.ClusterConfig) -> None:
         self.run, self.settings = run, settings
-        self.folder = run.path("submitit", "%j")
+        self.folder = run.path("submitit")
 
     @abstractmethod
     def submit(self, names: Sequence[str]) -> dict[str, str]:

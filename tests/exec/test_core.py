@@ -218,6 +218,15 @@ def test_a_hang_of_the_evaluator_is_not_repeated() -> None:
     assert outcome_in(core.handle(hung, 2.0)).outcome is Outcome.EVALUATOR_FAILED
 
 
+def test_a_busy_loop_that_hears_of_start_and_end_late_measures_what_was() -> None:
+    core = ExecutorCore(Limits(slots=1))
+    core.handle(order("x", 10.0), 0.0)
+    core.handle(e.Prepared(execution="x"), 0.0)
+    assert core.handle(e.Started(execution="x", pid=1, at=1.0), 4.0) == [WakeAt(at=11.0)]
+    core.handle(ended("x", at=3.5), 4.0)
+    assert outcome_in(core.handle(scored("x"), 5.0)).wall_s == 2.5
+
+
 def test_an_unexpected_event_carries_the_story() -> None:
     with pytest.raises(Unexpected, match=r"'ordered', 'preparing', 'starting', 'running'"):
         running().handle(e.Prepared(execution="x"), 1.0)
