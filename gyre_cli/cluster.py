@@ -263,7 +263,8 @@ class ClusterSupervisor(Supervisor):
         if self.stopping.is_set() and self._save_first:
             await self._save()
         if self._comes_back:
-            self._comes_back = (await self._job_record()).get("JobState", "RUNNING") == "RUNNING"
+            state = (await self._job_record()).get("JobState", "RUNNING")
+            self._comes_back = state == "RUNNING" and not self.finished
         await super()._stop_all()
         if self._comes_back:
             await self._requeue()
@@ -327,6 +328,7 @@ class ClusterSupervisor(Supervisor):
                 if facts:
                     await self._slurm("scontrol", "requeue", self.allocation.job)
                     self.requeued = True
+                    click.echo("requeued: Slurm starts the job again", err=True)
                     return
             except SlurmError as error:
                 if facts.get("Requeue") == "0":

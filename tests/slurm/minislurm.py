@@ -259,6 +259,19 @@ class Cluster:
     def mend(self, node: str) -> None:
         self._in_switch("ip", "link", "set", self._port_of(node), "up")
 
+    @contextlib.contextmanager
+    def changed(self, **settings: str) -> Iterator[None]:
+        """With other words in slurm.conf for a while, as a site's admin sets them."""
+        before, self.settings = self.settings, {**self.settings, **settings}
+        try:
+            self.conf.write_text(self._slurm_conf())
+            self.run("scontrol", "reconfigure")
+            yield
+        finally:
+            self.settings = before
+            self.conf.write_text(self._slurm_conf())
+            self.run("scontrol", "reconfigure")
+
     def kill_controller(self) -> None:
         self._end("slurmctld", str(self.conf), signal.SIGKILL)
 

@@ -73,6 +73,23 @@ def test_preempted_it_saves_in_the_grace_time_and_goes_on_later(
         assert run.restarts() == 1
 
 
+def test_preempted_on_a_site_that_sends_the_warning_signal_instead_of_term(
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
+) -> None:
+    with (
+        quiet_slurm.changed(SlurmctldParameters="preempt_send_user_signal"),
+        JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=LONG)) as run,
+    ):
+        run.submit("-p", "spot")
+        run.until(lambda s: s["step"] >= 2)
+        quiet_slurm.run("sbatch", "-p", "main", "-N4", "--exclusive", "-o/dev/null", "--wrap", "sleep 5", cwd=tmp_path)
+        run.until_life(1, 120)
+        assert "leaving: Slurm warned us (USR1)" in run.err()
+        assert saved_version(run)
+        whole(run.finish(), LONG)
+        assert run.batches() == list(range(LONG))
+
+
 @pytest.mark.slurm_slice
 def test_scancel_leaves_no_process_and_no_lock_and_does_not_requeue(
     quiet_slurm: Cluster, tmp_path: Path, no_model: Path
