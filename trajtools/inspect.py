@@ -83,7 +83,7 @@ class Shown:
             out.append(
                 f"  {r.call:<{width}}  {r.agent:<{agents}}  {r.label:<17} {r.prompt:>9,} {r.new:>8,} "
                 f"{r.sampled:>8,} "
-                f"{r.seconds:>7.1f}  {r.finish:<10} {r.broke}".rstrip()
+                f"{f'{r.seconds:.1f}' if r.seconds > 0 else '-':>7}  {r.finish:<10} {r.broke}".rstrip()
             )
         return out
 

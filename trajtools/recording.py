@@ -18,6 +18,7 @@ from trajtools.choose import DEFAULT, Rules
 from trajtools.forest import ConflictingCall, Forest, Mark
 
 OnCall: TypeAlias = Callable[[Call], None]
+EPOCH_S = 1e8  # 1973: no counter of calls gets there
 
 
 @dataclass(eq=False)
@@ -51,6 +52,12 @@ class Execution:
     @property
     def level(self) -> str:
         return "text" if self.blocks is not None else "token"
+
+    @property
+    def timed(self) -> bool:
+        """Whether its times are times. Many records keep only an order; their calls begin when they end, near 0."""
+        times = [(mark.call.t0, mark.call.t1) for mark in self.forest.marks()]
+        return any(t1 > t0 or t1 > EPOCH_S for t0, t1 in times)
 
     def lost_calls(self) -> list[str]:
         """Intents without a call: something was dispatched and never logged."""

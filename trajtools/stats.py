@@ -35,7 +35,7 @@ class LabelStats:
     completion_tokens: int
     reusable: int
     longest: int
-    call_s: dict[str, float]  # quantiles
+    call_s: dict[str, float]  # quantiles; empty if nobody recorded when calls began and ended
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class StatsReport:
             share = s.reusable / s.prompt_tokens if s.prompt_tokens else 0.0
             out.append(
                 f"  {s.label:<18} {s.calls:>7,} {s.prompt_tokens:>13,} {share:>9.0%} {s.completion_tokens:>11,} "
-                f"{s.longest:>9,} {s.call_s['p50']:>7.2f} {s.call_s['p99']:>7.2f}"
+                f"{s.longest:>9,} "
+                + " ".join(f"{s.call_s[q]:>7.2f}" if s.call_s else "      -" for q in ("p50", "p99"))
             )
         out.append(f"  calls per execution {_quantile_text(self.calls_per_execution)}")
         out.append(f"  execution seconds   {_quantile_text(self.execution_s)}")
@@ -231,24 +232,25 @@ def _label(label: str, rows: Sequence[_Row]) -> LabelStats:
         completion_tokens=sum(row.sampled for row in rows),
         reusable=sum(row.shared for row in rows),
         longest=max(row.end for row in rows),
-        call_s=_quantiles([row.took_s for row in rows]),
+        call_s=_quantiles([row.took_s for row in rows if row.took_s > 0]),
     )
 
 
 def _seconds(execution: Execution) -> float | None:
-    """From its start (or first call) to its end (or last call)."""
-    marks = execution.forest.marks()
-    times = [t for m in marks for t in (m.call.t0, m.call.t1)]
+    """From its start (or first call) to its end (or last call); None if nobody recorded times."""
+    times = [t for m in execution.forest.marks() for t in (m.call.t0, m.call.t1)] if execution.timed else []
     starts = [r.started for r in execution.others if isinstance(r, ExecStart) and isinstance(r.started, (int, float))]
     ended = execution.end.ended if execution.end else None
     times += [*starts, *([ended] if isinstance(ended, (int, float)) else [])]
-    return max(times) - min(times) if times else None
+    return max(times) - min(times) if len(times) > 1 else None
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    got = np.quantile(np.array(values, np.float64), QUANTILES).tolist() if len(values) else [0.0] * len(QUANTILES)
+    if not len(values):
+        return {}
+    got = np.quantile(np.array(values, np.float64), QUANTILES).tolist()
     return {f"p{round(q * 100)}" if q < 1 else "max": value for q, value in zip(QUANTILES, got, strict=True)}
 
 
 def _quantile_text(quantiles: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:,.2f}" for name, value in quantiles.items())
+    return "  ".join(f"{name} {value:,.2f}" for name, value in quantiles.items()) or "not recorded"

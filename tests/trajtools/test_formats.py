@@ -19,6 +19,7 @@ from trajtools.conversion import CannotWrite
 from trajtools.conversion import convert as convert_to
 from trajtools.inspect import diff, show_call
 from trajtools.load import load
+from trajtools.stats import stats
 
 DATA = Path(__file__).parent / "data"
 REAL = {  # file: (format, level, executions, calls, sampled)
@@ -28,6 +29,7 @@ REAL = {  # file: (format, level, executions, calls, sampled)
     "sweagent_pydicom.traj": ("swe-agent", "text", 1, 12, 12),
     "openhands_eval.jsonl": ("openhands", "text", 1, 4, 8),
     "atif_router.json": ("atif", "text", 1, 3, 3),
+    "litellm_standard_payload.json": ("chat-log", "text", 1, 1, 1),
     "nemorl_multi_turn.json": ("nemo-rl", "token", None, None, None),
     "nemogym_rollout.jsonl": ("nemo-gym", "token", None, None, None),
 }
@@ -223,32 +225,113 @@ def test_mini_in_its_newer_shape(tmp_path):
     assert recording.executions["m"].end.status == "Submitted"
 
 
-def test_verifiers_results_traces_and_trajectories(tmp_path):
-    plain = {
-        "example_id": 4,
-        "prompt": [{"role": "user", "content": "q"}],
-        "completion": [{"role": "assistant", "content": "a"}],
-        "reward": 0.5,
-    }
-    nodes = [
-        {"parent": None, "sampled": False, "token_ids": [1, 2], "mask": [0, 0]},
-        {"parent": 0, "sampled": True, "token_ids": [9, 5, 6], "mask": [0, 1, 1], "logprobs": [-0.5, -0.25]},
-        {"parent": 0, "sampled": True, "token_ids": [9, 7], "mask": [0, 1], "logprobs": [0.0, -1.0]},
+def test_verifiers_results_say_the_prompt_again_and_keep_tool_calls_as_text(tmp_path):
+    asked = {"content": "q", "role": "user"}
+    tool = '{"id": "t1", "function": {"arguments": "{\\"code\\":\\"1+1\\"}", "name": "repl"}, "type": "function"}'
+    said = [
+        {**asked, "tool_calls": None},
+        {"content": "", "role": "assistant", "tool_calls": [tool]},
+        {"content": "2", "role": "tool", "tool_calls": None},
+        {"content": "It is 2.", "role": "assistant", "tool_calls": None},
     ]
-    step = {"tokens": {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.1]}}
-    path = written(
-        tmp_path, plain, {"example_id": 4, "nodes": nodes, "reward": None},
-        {"example_id": 5, "prompt": "q", "completion": "a", "trajectory": [step], "reward": 1, "error": "boom"},
-    )  # fmt: skip
-    recording = load(path)
-    text, trace, tokens = (recording.executions[f"example{n}"] for n in ("4-0", "4-1", "5-0"))
-    assert text.level == "text" and (text.reward.status, text.reward.value) == ("scored", 0.5)
-    assert trace.group == text.group
-    assert [trace.forest.tokens(m).tolist() for m in trace.forest.marks()] == [[1, 2, 9, 5, 6], [1, 2, 9, 7]]
-    assert [m.logprobs.tolist() for m in trace.forest.marks()] == [[-0.5, -0.25], [-1.0]]
-    assert trace.reward.status == "unscored"  # null is never 0
-    assert tokens.reward.status == "infra_failed"
-    assert tokens.forest.sampled_tokens == 1
+    more = {"task": "default", "error": None, "generation_ms": 1500.0, "scoring_ms": 500.0, "total_ms": 2000.0}
+    row = {"example_id": 4, "prompt": [asked], "completion": said, "reward": 0.5, **more, "answer": "2", "turns": 2.0}
+    chain = {"error": "ModelError", "error_chain_repr": "ModelError()", "error_chain_str": "ModelError -> timeout"}
+    failed = {"example_id": 4, "prompt": [asked], "completion": [], "reward": 0.0, "error": chain}
+    older = {"id": 7, "prompt": [asked], "completion": [{"content": "a", "role": "assistant"}], "reward": 1}
+    recording = load(written(tmp_path, row, failed, older))
+    first, second, third = (recording.executions[f"example{n}"] for n in ("4-0", "4-1", "7-0"))
+    assert first.level == "text" and first.group == second.group != third.group
+    assert texts(first, "example4-0-0") == (["q"], ['{"code":"1+1"}'])
+    assert texts(first, "example4-0-1") == (["q", '{"code":"1+1"}', "2"], ["It is 2."])
+    assert (first.reward.status, first.reward.value, first.end.ended) == ("scored", 0.5, 2.0)
+    assert (second.reward.status, second.reward.error) == ("infra_failed", "ModelError: ModelError -> timeout")
+    assert not len(second.forest) and third.reward.value == 1.0
+
+
+def test_verifiers_trajectories_with_tokens_keep_their_masks(tmp_path):
+    tokens = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 0]}
+    step = {"prompt": [], "completion": [], "tokens": {**tokens, "completion_logprobs": [-0.5, -1.0]}}
+    row = {"example_id": 5, "prompt": "q", "completion": "a", "trajectory": [step], "reward": None}
+    execution = load(written(tmp_path, row)).executions["example5-0"]
+    [mark] = execution.forest.marks()
+    assert execution.level == "token" and mark.trainable().tolist() == [True, False]
+    assert execution.reward.status == "unscored"  # null is never 0
+
+
+def a_trace(number, nodes, **more):
+    task = {"type": "Math", "data": {"id": 3}, "key": "task-a", "hash": "00ff"}
+    agent = {"name": "agent", "trainable": True, "config": {}}
+    fixed = {"version": 1, "id": f"t{number}", "task": task, "agent": agent, "calls": [], "rewards": {}, "ok": True}
+    return {**fixed, "nodes": nodes, "metrics": {"turns": 2.0}, "errors": [], "stop_condition": "agent_done", **more}
+
+
+def a_node(parent, role, text, token_ids=(), mask=(), logprobs=(), **more):
+    sampled = role == "assistant"
+    node = {"parent": parent, "message": {"role": role, "content": text}, "sampled": sampled, "semantic_parents": []}
+    return {**node, "token_ids": [*token_ids], "mask": [*mask], "logprobs": [*logprobs], **more}
+
+
+def test_a_verifiers_trace_is_a_graph_with_one_logprob_per_sampled_token(tmp_path):
+    nodes = [
+        a_node(None, "user", "q", [1, 2], [False, False]),
+        a_node(0, "assistant", "a", [9, 5, 6], [False, True, True], [-0.5, -0.25]),
+        a_node(0, "assistant", "b", [9, 7], [False, True], [-1.0]),
+        a_node(1, "user", "sum up", [4], [False]),
+        a_node(
+            3, "assistant", "s", [9, 8], [0, 1], [-2.0], semantic_parents=[{"node": 1, "type": "compaction_attempt"}]
+        ),
+    ]
+    time = {"start": 1.7e9, "end": 1.7e9 + 3}
+    calls = [
+        {"node": 1, "finish_reason": "tool_calls", "time": time, "usage": {"input_tokens": 3, "completion_tokens": 2}},
+        {"node": None, "error": {"type": "Overloaded", "message": "busy"}},
+    ]
+    rewards = {"tests": {"score": 0.5, "weight": 2.0}, "style": {"score": 1.0, "weight": 0.5}}
+    timing = {"start": 1.7e9, "agent": {"start": 1.7e9, "end": 1.7e9 + 60}}
+    first = a_trace(1, nodes, calls=calls, rewards=rewards, timing=timing)
+    opponent = {"name": "judge", "trainable": False}
+    second = a_trace(2, nodes[:2], rewards={"tests": None}, agent=opponent)
+    third = a_trace(3, nodes[:2], ok=False, errors=[{"type": "SandboxError", "message": "gone"}])
+    recording = load(written(tmp_path, first, second, third))
+    one, two, three = (recording.executions[f"exampletask-a-{n}"] for n in range(3))
+    assert one.group == two.group == three.group
+    marks = sorted(one.forest.marks(), key=lambda m: m.call.seq)
+    assert [one.forest.tokens(m).tolist() for m in marks] == [[1, 2, 9, 5, 6], [1, 2, 9, 7], [1, 2, 9, 5, 6, 4, 9, 8]]
+    assert [m.logprobs.tolist() for m in marks] == [[-0.5, -0.25], [-1.0], [-2.0]]
+    assert [m.prompt_tokens for m in marks] == [3, 4 - 1, 7]
+    assert marks[0].call.finish == "tool_calls" and marks[0].call.t1 - marks[0].call.t0 == 3.0
+    assert marks[0].call.extra["usage"] == {"prompt_tokens": 3, "completion_tokens": 2}
+    assert (marks[2].call.purpose, marks[2].call.label) == ("summary", "main-summary")
+    assert (one.reward.status, one.reward.value, one.reward.parts["style"]) == ("scored", 1.5, 1.0)
+    assert one.end.ended - 1.7e9 == 60.0
+    assert [r.extra["left_out"] for r in one.others if getattr(r, "extra", {}).get("left_out")] == [
+        {"model calls that failed": 1}
+    ]
+    assert two.reward.status == "unscored" and {m.call.label for m in two.forest.marks()} == {"side"}
+    assert (three.reward.status, three.reward.error) == ("infra_failed", "SandboxError: gone")
+
+
+def test_a_verifiers_trace_without_ids_is_text(tmp_path):
+    nodes = [
+        a_node(None, "user", "q"),
+        a_node(0, "assistant", "a"),
+        a_node(1, "user", "more"),
+        a_node(2, "assistant", "b"),
+    ]
+    execution = load(written(tmp_path, a_trace(1, nodes))).executions["exampletask-a-0"]
+    assert execution.level == "text" and texts(execution, "exampletask-a-0-3") == (["q", "a", "more"], ["b"])
+    assert execution.reward.status == "unscored"  # no reward at all is none
+
+
+def test_times_that_are_only_an_order_are_no_durations(tmp_path):
+    report = stats(DATA / "sweagent_pydicom.traj")
+    assert (
+        report.execution_s == {}
+        and not report.tasks
+        and "execution seconds   not recorded" in "\n".join(report.lines())
+    )
+    assert stats(DATA / "claude_session.jsonl").execution_s["max"] > 0
 
 
 def test_atif_copied_steps_are_context_and_files_beside_it_are_followed(tmp_path):

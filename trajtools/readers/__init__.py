@@ -45,7 +45,7 @@ def _readers(
     objects: list[Any], first: Any, whole: Any, name: str, blocks: Blocks, path: Path | None
 ) -> Iterator[tuple[str, Callable[[], Iterator[Record]]]]:
     """The formats that fit, surest first."""
-    from trajtools.readers import atif, chatlogs, coding, nemo, scaffolds
+    from trajtools.readers import atif, chatlogs, coding, nemo, scaffolds, verifiers
 
     rows = whole if isinstance(whole, list) else objects
     row = next((r for r in rows if isinstance(r, dict)), None)
@@ -66,8 +66,8 @@ def _readers(
         yield "codex", lambda: coding.codex_records(rows, name, blocks)
     if any(coding.is_claude(r) for r in rows[:20] if isinstance(r, dict)):
         yield "claude-code", lambda: coding.claude_records(rows, name, blocks, path)
-    if chatlogs.is_verifiers(row):
-        yield "verifiers", lambda: chatlogs.verifiers_records(rows, name, blocks)
+    if verifiers.is_verifiers(row):
+        yield "verifiers", lambda: verifiers.verifiers_records(rows, name, blocks)
     if scaffolds.is_mini(whole):
         yield "mini-swe-agent", lambda: scaffolds.mini_records(whole, name, blocks)
     if chatlogs.is_chat_log(row):

@@ -1,4 +1,4 @@
-"""Logs of chat endpoints (OpenAI, LiteLLM) and verifiers results. Ids are used where they exist, never made up."""
+"""Logs of chat endpoints: OpenAI requests and responses, LiteLLM's standard payload, plain lists of messages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gyre_base.runblocks import Blocks
-from gyre_base.runfile import Call, ExecEnd, ExecStart, Ids, Logprobs, Note, Record, Reward
+from gyre_base.runfile import Call, ExecEnd, ExecStart, Note, Record
 from trajtools.readers.common import Talk, chat, message_blocks, seconds, usage_of
-
-# ---- requests and responses ----------------------------------------------------------------------------------------
 
 
 def is_chat_log(first: Any) -> bool:
@@ -115,111 +111,3 @@ def _assembled(chunks: Sequence[Mapping[str, Any]]) -> tuple[Any, dict[str, Any]
                 tool["arguments"] += function.get("arguments") or ""
     calls = [{"function": tool} for _, tool in sorted(tools.items())]
     return {"role": "assistant", **said, "tool_calls": calls}, about
-
-
-# ---- verifiers, prime-rl -------------------------------------------------------------------------------------------
-
-
-def is_verifiers(first: Any) -> bool:
-    if not isinstance(first, Mapping):
-        return False
-    trace = isinstance(first.get("nodes"), list)
-    return trace or ("completion" in first and "prompt" in first and ("reward" in first or "example_id" in first))
-
-
-def verifiers_records(objects: Sequence[Any], name: str, blocks: Blocks) -> Iterator[Record]:
-    """Rollouts of one example are a group. A trace's nodes or a trajectory's tokens give ids; messages alone do not."""
-    seen: Counter[str] = Counter()
-    bad = 0
-    for number, obj in enumerate(objects):
-        if not is_verifiers(obj):
-            bad += 1
-            continue
-        example = str(obj.get("example_id", obj.get("id", number)))
-        execution = f"example{example}-{seen[example]}"
-        seen[example] += 1
-        yield ExecStart(exec=execution, task=example, group=f"example{example}")
-        calls = list(_rollout(obj, execution, blocks))
-        yield from calls
-        yield _reward(obj, execution)
-        yield ExecEnd(exec=execution, status="error" if obj.get("error") else "finished", calls=len(calls))
-    if bad:
-        yield Note(text=f"{bad} lines were no rollout", extra={"left_out": {"lines that are no rollout": bad}})
-
-
-def _reward(obj: Mapping[str, Any], execution: str) -> Reward:
-    value, metrics = obj.get("reward"), obj.get("metrics")
-    parts = (
-        {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float))} if isinstance(metrics, Mapping) else {}
-    )
-    if obj.get("error"):
-        return Reward(exec=execution, status="infra_failed", parts=parts, error=str(obj["error"]))
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Reward(exec=execution, status="scored", value=float(value), parts=parts)
-    return Reward(exec=execution, status="unscored", parts=parts)
-
-
-def _rollout(obj: Mapping[str, Any], execution: str, blocks: Blocks) -> Iterator[Call]:
-    if isinstance(obj.get("nodes"), list):
-        yield from _nodes(obj["nodes"], execution)
-        return
-    steps = obj.get("trajectory")
-    if isinstance(steps, list) and steps and all(isinstance(s, Mapping) and _tokens(s) for s in steps):
-        for number, step in enumerate(steps):
-            tokens = step["tokens"]
-            sampled = _ids(tokens["completion_ids"])
-            logprobs = _logprobs(tokens.get("completion_logprobs"), len(sampled))
-            yield _call(execution, number, _ids(tokens["prompt_ids"]), sampled, logprobs)
-        return
-    talk = Talk(execution, blocks, prefix=f"{execution}-")
-    prompt, completion = obj.get("prompt"), obj.get("completion")
-    for message in prompt if isinstance(prompt, list) else [prompt]:
-        talk.hear(message_blocks(message))
-    said = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    yield from chat(talk, said)
-
-
-def _tokens(step: Mapping[str, Any]) -> bool:
-    tokens = step.get("tokens")
-    return isinstance(tokens, Mapping) and bool(tokens.get("prompt_ids")) and "completion_ids" in tokens
-
-
-def _nodes(nodes: Sequence[Mapping[str, Any]], execution: str) -> Iterator[Call]:
-    """A node holds the tokens its message adds; the masked ones of a sampled node were generated."""
-    paths: list[Ids | None] = []
-    for number, node in enumerate(nodes):
-        parent = node.get("parent")
-        before: Ids | None = paths[parent] if parent is not None else _ids([])
-        given = node.get("token_ids")
-        if before is None or not isinstance(given, list):
-            paths.append(None)  # without ids nothing behind it is known
-            continue
-        own = _ids(given)
-        paths.append(np.concatenate([before, own]))
-        mask = np.array(node.get("mask") or [False] * len(own), np.bool_)
-        if not node.get("sampled") or not mask.any():
-            continue
-        places = np.flatnonzero(mask)
-        first, last = int(places[0]), int(places[-1]) + 1
-        logprobs = node.get("logprobs")
-        if isinstance(logprobs, list) and len(logprobs) == len(own):
-            logprobs = logprobs[first:last]
-        values = _logprobs(logprobs, last - first)
-        if values is not None:
-            values[~mask[first:last]] = np.nan
-        yield _call(execution, number, np.concatenate([before, own[:first]]), own[first:last], values)
-
-
-def _call(execution: str, number: int, prompt: Ids, completion: Ids, logprobs: Logprobs | None) -> Call:
-    return Call(
-        exec=execution, call=f"{execution}-{number}", seq=number, t0=float(number), t1=float(number), label="main",
-        prompt_ids=prompt, completion_ids=completion, logprobs=logprobs,
-    )  # fmt: skip
-
-
-def _ids(values: Sequence[int]) -> Ids:
-    return np.array(values, np.int64).astype(np.int32)
-
-
-def _logprobs(values: Any, n: int) -> Logprobs | None:
-    return np.array(values, np.float64).astype(np.float32) if isinstance(values, list) and len(values) == n else None
