@@ -85,10 +85,27 @@ def explain(s: Scheduler, name: str, now: float) -> list[dict[str, Any]]:
     for cell in s.cells.values():
         if name and cell.name != name:
             continue
-        rows.append({"cell": cell.name, "role": cell.role.value, "why": cell.reason, "story": list(cell.story)})
+        why, stays = cell.reason, why_it_stays(s, cell)
+        rows.append({"cell": cell.name, "role": cell.role.value, "why": why, "stays": stays, "story": list(cell.story)})
     if not rows:
         return [{"error": f"no cell is called {name!r}: {', '.join(s.cells)}"}]
     return [*rows, {"next": forecast(s), "next_turn_s": next_turn_s(s, now)}]
+
+
+def why_it_stays(s: Scheduler, cell: Cell) -> str:
+    """Why a cell does not turn now; "" where it is on its way or not up."""
+    if cell.role is Role.TRAIN:
+        return f"trains until step {s.burst_end} is done" if s.policy.name != "async" else "trains for ever"
+    if cell.role is not Role.ROLLOUT or s.phase != "training":
+        return ""
+    if cell.standalone:
+        return "is standalone: only ever serves"
+    if s.policy.name == "async":
+        return "serves for ever"
+    first, _ = _next_to_train(s)
+    if first is None or first is cell or s.policy.name == "colocate":
+        return forecast(s)
+    return f"{first.name} is before it in the cells' order, and {forecast(s).removeprefix(first.name).strip()}"
 
 
 def forecast(s: Scheduler) -> str:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class AgentShell(Shell):
         self._launching: set[str] = set()
         self._engine: EngineClient | None = None
         self._vitals = Vitals(config.cluster.stall_s)
+        self._probe_s = min(PROBE_EVERY_S, config.cluster.peer_timeout_s / 2)
         self._switch: asyncio.Task[None] | None = None
         self._allocation = Allocation.here()
         self._supervisor = Client(run, keys, "supervisor", identity=f"celld:{cell}:{life}")
@@ -232,41 +234,37 @@ class AgentShell(Shell):
             await self._cellctl.send(beat)
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def probe_engine(self) -> None:
-        """Liveness by an answer within a bounded time, not by an open socket: a stopped process is as good as dead."""
-        silent = 0
+    async def watch_children(self) -> None:
+        """Liveness by tokens and micro-steps within a bounded time, not by an open socket: a child that says nothing,
+        or that has work and gets nothing done, is as good as dead and started anew.
+        """
         while True:
-            await asyncio.sleep(PROBE_EVERY_S)
-            if self._engine is None or "engine" not in self.core.up:
-                continue
-            silent = 0 if await self._engine.alive(PROBE_EVERY_S) else silent + 1
-            if silent >= SILENT_PROBES:
-                silent = 0
-                await self._end_stalled("engine", f"no answer to {SILENT_PROBES} probes")
+            await asyncio.sleep(self._probe_s)
+            await asyncio.gather(self._watch("engine", self._tokens), self._watch("rank", self._micro_steps))
 
-    async def watch_work(self) -> None:
-        """Liveness by tokens and micro-steps: a child with work that gets nothing done is started anew."""
-        while True:
-            await asyncio.sleep(PROBE_EVERY_S)
-            for child, count in (("engine", self._tokens), ("rank", self._micro_steps)):
-                found = await count() if child in self.core.up else None
-                if found is None:
-                    self._vitals.forget(child)
-                elif stalled_s := self._vitals.look(child, *found, asyncio.get_running_loop().time()):
-                    await self._end_stalled(child, f"{found[1]} in hand and nothing done for {stalled_s:.0f} s")
+    async def _watch(self, child: str, ask: Callable[[], Awaitable[tuple[int, int] | None]]) -> None:
+        if child not in self.core.up:
+            self._vitals.forget(child)
+        elif (found := await ask()) is None:
+            if self._vitals.silent(child) >= SILENT_PROBES:
+                await self._end_stalled(child, f"no answer to {SILENT_PROBES} probes")
+        elif stalled_s := self._vitals.look(child, *found, asyncio.get_running_loop().time()):
+            await self._end_stalled(child, f"{found[1]} in hand and nothing done for {stalled_s:.0f} s")
 
     async def _tokens(self) -> tuple[int, int] | None:
-        """(generated so far, requests that run)."""
+        """(generated so far, requests that run); None if it does not answer."""
         assert self._engine is not None
-        with contextlib.suppress(EngineError):
+        if not await self._engine.alive(self._probe_s):
+            return None
+        with contextlib.suppress(EngineError):  # it answers, but tells no metrics
             loads, tokens = await self._engine.loads(), await self._engine.tokens()
-            return None if tokens is None else (tokens, loads.running)
-        return None
+            return (0, 0) if tokens is None else (tokens, loads.running)
+        return 0, 0
 
     async def _micro_steps(self) -> tuple[int, int] | None:
-        """(committed so far, whether one is in hand)."""
+        """(committed so far, whether one is in hand); None if it does not answer."""
         with contextlib.suppress(NoAnswer):
-            reply = await self._rank.ask(m.StatusRequest(), timeout_s=PROBE_EVERY_S)
+            reply = await self._rank.ask(m.StatusRequest(), timeout_s=self._probe_s)
             row = reply.rows[0]
             return int(row["micro_steps"]), int(row["holds_lease"])
         return None
@@ -378,8 +376,7 @@ async def _serve(run: RunDir, cell: str) -> None:
     works = (
         shell.hear_cellctl(),
         shell.beat(),
-        shell.probe_engine(),
-        shell.watch_work(),
+        shell.watch_children(),
         shell.answer_people(),
         shell.heed_supervisor(),
     )

@@ -33,3 +33,10 @@ def test_a_child_that_is_started_anew_counts_from_nothing():
     vitals.forget("rank")
     assert vitals.look("rank", 0, 1, 20.0) == 0.0
     assert vitals.progress == 20
+
+
+def test_silence_counts_in_a_row():
+    vitals = Vitals(stall_s=10.0)
+    assert [vitals.silent("rank") for _ in range(3)] == [1, 2, 3]
+    vitals.look("rank", 1, 1, 0.0)
+    assert vitals.silent("rank") == 1
