@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +107,7 @@ def _reward(obj: Mapping[str, Any], execution: str) -> Reward:
     return Reward(exec=execution, status="unscored", parts=parts)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -156,7 +156,7 @@ def _step(tokens: Mapping[str, Any], execution: str, number: int) -> Call:
 
 
 class _Trace:
-    """A message graph. A node holds what its message adds to the path: tokens where they are known, else the message."""
+    """A message graph. A node holds what its message adds to the path: tokens where known, else the message."""
 
     def __init__(self, obj: Mapping[str, Any], execution: str, blocks: Blocks) -> None:
         self._execution, self._blocks = execution, blocks
