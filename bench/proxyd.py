@@ -1,0 +1,450 @@
+"""What proxyd costs, against the public peers, in front of one fake engine.
+
+    python -m bench.proxyd [--json] [--quick] [--peers DIR] [--only NAME,...]
+
+CPU is that of the measured process tree (the kernel's count), so a busy machine matters little; each ratio is of two
+measurements of one run. Peers live in environments of their own under DIR (made on first use by pip): sglang-router
+0.3.2, and a FastAPI + httpx stack that renders and tokenises the whole history with every call
+(`bench/proxyd_rig/peer_app.py`). A peer that can't be had leaves its figures out.
+
+proxyd does all its work in every row: match, render, tokenise, route, record, fdatasync. The router only relays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from bench.figures import Figure, figure, show
+from bench.proxyd_rig.measuring import PeerMissing, cpu_s, free_port, memory_bytes, python_of, running, until_up
+from gyre_base import messages as m
+from tests.proxyd.fakes import FakeEngine, World
+from tests.proxyd.tokens import write_tokenizer
+
+LONG, SHORT = 600_000, 10_000
+TURNS = 12  # measured calls per history
+LINES = "def f1(x):\n    return x.upper()\n\n\nclass Writer:\n    path = 'f1.md'\n" * 6
+
+
+def at_most(bound: float) -> tuple[str, Callable[[float], bool]]:
+    return f"<= {bound:g}", lambda value: value <= bound
+
+
+@dataclass
+class Rig:
+    """proxyd between its fake cellctl and the fake engine, which serves the peers as well."""
+
+    world: World
+    engine: str  # its URL
+    session: aiohttp.ClientSession
+    quick: bool
+    peers: Path | None
+    tokenizer: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.world.process is not None
+        return self.world.process.pid
+
+    async def mode(self, hold: int) -> None:
+        async with self.session.post(f"{self.engine}/mode", json={"hold": hold}) as response:
+            await response.read()
+
+    async def at_engine(self) -> int:
+        async with self.session.get(f"{self.engine}/stats") as response:
+            return int((await response.json())["running"])
+
+    async def until_at_engine(self, count: int, limit_s: float = 60.0) -> None:
+        async with asyncio.timeout(limit_s):
+            while await self.at_engine() != count:  # noqa: ASYNC110 - it happens in another process
+                await asyncio.sleep(0.02)
+
+    async def call(self, execution: str, body: bytes, call: str) -> bytes:
+        headers = {"Authorization": f"Bearer {self.world.keys.token(execution)}", "X-Gyre-Call": call}
+        url = f"{self.world.base(execution)}/v1/chat/completions"
+        async with self.session.post(url, data=body, headers=headers) as response:
+            text = await response.read()
+            assert response.status == 200, text[:300]
+            return text
+
+
+def body_of(messages: list[Any], stream: bool = False) -> bytes:
+    return orjson.dumps({"model": "m", "messages": messages, "stream": stream})
+
+
+def history_of(tokens: int, per_message: int) -> list[dict[str, str]]:
+    """Alternating messages that come to about so many tokens, the last one the user's."""
+    count = max(1, tokens // per_message) | 1
+    return [{"role": ("user", "assistant")[n % 2], "content": f"{n}\n{LINES}"} for n in range(count)]
+
+
+async def settled(pid: int) -> float:
+    """CPU so far, once the process has come to rest."""
+    before = -1.0
+    while (now := cpu_s(pid)) - before > 0.0005:
+        before = now
+        await asyncio.sleep(0.05)
+    return now
+
+
+async def long_history(rig: Rig, tokens: int) -> list[float]:
+    """CPU seconds of each call that adds one turn to a history of so many tokens."""
+    execution, costs = f"long-{tokens}-{time.monotonic_ns()}", []
+    await rig.world.cellctl.open(execution)
+    history: list[Any] = history_of(tokens, len(rig.world.chat.encode(LINES)) + 8)
+    for turn in range(TURNS + 1):
+        before = await settled(rig.pid)
+        answer = orjson.loads(await rig.call(execution, body_of(history), f"c{turn}"))
+        if turn:
+            costs.append(await settled(rig.pid) - before)
+        history += [answer["choices"][0]["message"], {"role": "user", "content": f"turn {turn}: {LINES}"}]
+    await rig.world.cellctl.say(m.CloseExecution(execution=execution))
+    return costs
+
+
+async def small_calls(rig: Rig, count: int) -> float:
+    """CPU seconds per call: first calls of executions with a short prompt."""
+    names = [f"small-{time.monotonic_ns()}-{n}" for n in range(count)]
+    for name in names:
+        await rig.world.cellctl.open(name)
+    before = await settled(rig.pid)
+    for at in range(0, count, 16):
+        batch = names[at : at + 16]
+        await asyncio.gather(
+            *(rig.call(n, body_of([{"role": "user", "content": f"{n} {LINES}"}], True), "c") for n in batch)
+        )
+    cost = (await settled(rig.pid) - before) / count
+    for name in names:
+        await rig.world.cellctl.say(m.CloseExecution(execution=name))
+    return cost
+
+
+async def latency_s(call: Callable[[int], Any], count: int) -> float:
+    """The median wall time of calls one after the other."""
+    times = []
+    for n in range(count):
+        began = time.perf_counter()
+        await call(n)
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2]
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+async def histories(rig: Rig) -> list[Figure]:
+    long, short = await long_history(rig, LONG), await long_history(rig, SHORT)
+    ratios = [a / b for a, b in zip(sorted(long), sorted(short), strict=True)]
+    out = [figure("cpu_600k_vs_10k", ratios, "ratio", *at_most(3))]
+    out.append(figure("cpu_600k_ms", [1000 * c for c in long], "ms"))
+    middle = sorted(long)[len(long) // 2]
+    with contextlib.suppress(PeerMissing):
+        whole = await full_render(rig)
+        out.append(figure("cpu_600k_vs_full_render", [middle / w for w in whole], "ratio", *at_most(0.01)))
+    with contextlib.suppress(PeerMissing):
+        relayed = await router_long(rig)
+        out.append(figure("cpu_600k_vs_sglang_router", [middle / r for r in relayed], "ratio", *at_most(0.2)))
+    return out
+
+
+async def small(rig: Rig) -> list[Figure]:
+    count = 96 if rig.quick else 320
+    await small_calls(rig, 32)
+    ours = [await small_calls(rig, count) for _ in range(3)]
+    out = [figure("cpu_small_ms", [1000 * c for c in ours], "ms")]
+    middle = sorted(ours)[1]
+
+    async def one(n: int) -> None:
+        await rig.world.cellctl.open(f"p50-{n}")
+        await rig.call(f"p50-{n}", body_of([{"role": "user", "content": "hi"}], True), "c")
+
+    p50_s = await latency_s(one, 100)
+    with contextlib.suppress(PeerMissing):
+        async with router(rig) as (pid, call):
+            await asyncio.gather(*(call(200) for _ in range(32)))
+            theirs = [await per_call(pid, call, count) for _ in range(3)]
+            router_p50_s = await latency_s(lambda n: call(200), 100)
+        out.append(figure("cpu_small_vs_sglang_router", [middle / t for t in theirs], "ratio", *at_most(2)))
+        out.append(figure("durable_p50_vs_sglang_router", [p50_s / router_p50_s], "ratio"))
+    with contextlib.suppress(PeerMissing):
+        async with stack(rig) as (pid, call):
+            await asyncio.gather(*(call(1) for _ in range(8)))
+            theirs = [await per_call(pid, call, count // 4, 1) for _ in range(3)]
+        out.append(figure("cpu_small_vs_fastapi_httpx", [middle / t for t in theirs], "ratio", *at_most(0.1)))
+    return out
+
+
+async def per_call(pid: int, call: Callable[[int], Any], count: int, size: int = 200) -> float:
+    before = await settled(pid)
+    for _ in range(0, count, 16):
+        await asyncio.gather(*(call(size) for _ in range(16)))
+    return (await settled(pid) - before) / (-(-count // 16) * 16)
+
+
+async def memory(rig: Rig) -> list[Figure]:
+    """Memory per token of executions at rest, and per call that is open at the engine."""
+    tokens, names, before = 0, [f"mem-{n}" for n in range(2 if rig.quick else 6)], memory_bytes(rig.pid)
+    for name in names:
+        await rig.world.cellctl.open(name)
+        history: list[Any] = history_of(4_000, len(rig.world.chat.encode(LINES)) + 8)
+        while True:
+            answer = orjson.loads(await rig.call(name, body_of(history), f"c{len(history)}"))
+            history += [
+                answer["choices"][0]["message"],
+                {"role": "user", "content": f"{name} {len(history)} {LINES * 4}"},
+            ]
+            if answer["usage"]["prompt_tokens"] > 100_000:
+                tokens += answer["usage"]["total_tokens"]
+                break
+    after = memory_bytes(rig.pid)
+    out = [figure("bytes_per_token", [(after - before) / tokens], "bytes", *at_most(16))]
+    for name in names:
+        await rig.world.cellctl.say(m.CloseExecution(execution=name))
+    with contextlib.suppress(PeerMissing):
+        ours = await ours_open_memory(rig, 200 if rig.quick else 1000)
+        theirs = await router_open_memory(rig, 200 if rig.quick else 1000)
+        out.append(figure("memory_per_open_call_vs_sglang_router", [ours / theirs], "ratio", *at_most(1)))
+    return out
+
+
+async def held(rig: Rig, calls: list[Any], count: int) -> list[asyncio.Task[Any]]:
+    """Calls that the engine holds after their first chunk."""
+    await rig.mode(1)
+    tasks = [asyncio.ensure_future(c) for c in calls]
+    await rig.until_at_engine(count)
+    await asyncio.sleep(0.5)
+    return tasks
+
+
+async def open_calls(rig: Rig, count: int, prefix: str) -> list[asyncio.Task[Any]]:
+    names = [f"{prefix}-{n}" for n in range(count)]
+    for name in names:
+        await rig.world.cellctl.open(name)
+    body = body_of([{"role": "user", "content": LINES}], True)
+    return await held(rig, [rig.call(name, body, "c") for name in names], count)
+
+
+async def ours_open_memory(rig: Rig, count: int) -> float:
+    await small_calls(rig, 64)
+    before = memory_bytes(rig.pid)
+    tasks = await open_calls(rig, count, "open")
+    each = (memory_bytes(rig.pid) - before) / count
+    await rig.mode(-1)
+    await asyncio.gather(*tasks)
+    return each
+
+
+async def router_open_memory(rig: Rig, count: int) -> float:
+    async with router(rig) as (pid, call):
+        await asyncio.gather(*(call(200) for _ in range(64)))
+        before = memory_bytes(pid)
+        tasks = await held(rig, [call(200) for _ in range(count)], count)
+        each = (memory_bytes(pid) - before) / count
+        await rig.mode(-1)
+        await asyncio.gather(*tasks)
+    return each
+
+
+async def lag(rig: Rig) -> list[Figure]:
+    """Lateness of the loop with 2,000 executions that each have a call open, while others come and go."""
+
+    async def p99_s() -> float:
+        url = f"{rig.world.base('x').rpartition('/x/')[0]}/metrics"
+        async with rig.session.get(url, headers={"Authorization": f"Bearer {rig.world.keys.admin}"}) as response:
+            lines = (await response.text()).splitlines()
+        return float(next(line for line in lines if 'lag_seconds{quantile="0.99"}' in line).split()[-1])
+
+    await asyncio.sleep(62)  # the figure is of the last minute
+    idle_s = await p99_s()
+    tasks = await open_calls(rig, 400 if rig.quick else 2000, "lag")
+    end = time.monotonic() + 62
+    turn = 0
+    while time.monotonic() < end:
+        await rig.mode(-1)
+        await asyncio.gather(*tasks)
+        turn += 1
+        tasks = await open_calls(rig, len(tasks), f"lag{turn}")
+        await asyncio.sleep(3)
+    busy_s = await p99_s()
+    await rig.mode(-1)
+    await asyncio.gather(*tasks)
+    return [figure("loop_lag_p99_ratio_2000", [busy_s / max(idle_s, 1e-4)], "ratio", *at_most(10))]
+
+
+async def drains(rig: Rig) -> list[Figure]:
+    """CPU of moving 512 open calls to another engine (the same one under another name), per call and plain call."""
+    count = 128 if rig.quick else 512
+    plain_s = await small_calls(rig, count)
+    tasks = await open_calls(rig, count, "drain")
+    engine = FakeEngine("b", lambda prompt: [], admin=rig.world.keys.admin)
+    engine.url = rig.engine.replace("127.0.0.1", "localhost")
+    await rig.world.cellctl.serve(_named("a", rig.engine), engine, away=("a",))
+    await rig.mode(2)
+    before = await settled(rig.pid)
+    await rig.world.cellctl.say(m.DrainCell(cell="a", epoch=time.monotonic_ns()))
+    heard = len(rig.world.cellctl.said(m.CellDrained))
+    await rig.world.cellctl.until(lambda: len(rig.world.cellctl.said(m.CellDrained)) > heard - 1, 60.0)
+    await rig.until_at_engine(count)
+    cost = (await settled(rig.pid) - before) / count
+    await rig.mode(-1)
+    await asyncio.gather(*tasks)
+    await rig.world.cellctl.serve(_named("a", rig.engine))
+    return [figure("drain_cost_per_call_ratio_512", [cost / plain_s], "ratio", *at_most(3))]
+
+
+def _named(name: str, url: str) -> FakeEngine:
+    engine = FakeEngine(name, lambda prompt: [])
+    engine.url = url
+    return engine
+
+
+async def orphans(rig: Rig) -> list[Figure]:
+    """Engine calls that are left one second after 64 clients are gone for good (their relay says so)."""
+    tasks = await open_calls(rig, 64, "orphan")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for n in range(64):
+        name = f"orphan-{n}"
+        headers = {"Authorization": f"Bearer {rig.world.keys.token(name)}"}
+        async with rig.session.delete(f"{rig.world.base(name)}/calls/c", headers=headers) as response:
+            assert response.status == 204
+    await asyncio.sleep(1.0)
+    left = await rig.at_engine()
+    await rig.mode(-1)
+    return [figure("orphan_engine_calls_after_1s", [left], "calls", "= 0", lambda value: value == 0)]
+
+
+# ---- peers ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def router(rig: Rig) -> AsyncIterator[tuple[int, Callable[[int], Any]]]:
+    """sglang-router in front of the engine: (pid, a call with so many prompt ids)."""
+    if rig.peers is None:
+        raise PeerMissing("no peers wanted")
+    python, port = python_of(rig.peers, "sglang-router"), free_port()
+    words = ("--worker-urls", rig.engine, "--policy", "round_robin", "--host", "127.0.0.1", "--port", str(port))
+    more = ("--prometheus-port", str(free_port()), "--log-level", "error", "--max-concurrent-requests", "8192")
+    async with running(str(python), "-m", "sglang_router.launch_router", *words, *more) as process:
+        url = f"http://127.0.0.1:{port}/generate"
+
+        def body(count: int) -> bytes:
+            sampling = {"max_new_tokens": 128, "temperature": 1.0}
+            ids = [65 + n % 300 for n in range(count)]
+            more = {"stream": True, "return_logprob": True}
+            return orjson.dumps({"rid": os.urandom(16).hex(), "input_ids": ids, "sampling_params": sampling, **more})
+
+        async def call(count: int) -> None:
+            async with rig.session.post(
+                url, data=body(count), headers={"Content-Type": "application/json"}
+            ) as response:
+                text = await response.read()
+                assert response.status == 200 and b"[DONE]" in text[-40:], text[-200:]
+
+        await until_up(rig.session, url, {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+        yield process.pid, call
+
+
+async def router_long(rig: Rig) -> list[float]:
+    async with router(rig) as (pid, call):
+        await call(LONG)
+        out = []
+        for _ in range(6):
+            before = await settled(pid)
+            await call(LONG)
+            out.append(await settled(pid) - before)
+    return out
+
+
+@contextlib.asynccontextmanager
+async def stack(rig: Rig) -> AsyncIterator[tuple[int, Callable[[int], Any]]]:
+    """FastAPI + httpx: (pid, a call with a history of so many messages)."""
+    if rig.peers is None:
+        raise PeerMissing("no peers wanted")
+    python, port = python_of(rig.peers, "fastapi-httpx"), free_port()
+    script = Path(__file__).parent / "proxyd_rig" / "peer_app.py"
+    async with running(str(python), str(script), str(port), rig.engine, str(rig.tokenizer)) as process:
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+
+        async def call(count: int) -> None:
+            messages = [{"role": ("user", "assistant")[n % 2], "content": f"{n}\n{LINES}"} for n in range(count)]
+            async with rig.session.post(url, data=body_of(messages, True)) as response:
+                text = await response.read()
+                assert response.status == 200 and b"[DONE]" in text[-40:], text[-200:]
+
+        await until_up(rig.session, url, {"messages": [{"role": "user", "content": "x"}]})
+        yield process.pid, call
+
+
+async def full_render(rig: Rig) -> list[float]:
+    messages = len(history_of(LONG, len(rig.world.chat.encode(LINES)) + 8))
+    async with stack(rig) as (pid, call):
+        out = []
+        for _ in range(2):
+            before = await settled(pid)
+            await call(messages)
+            out.append(await settled(pid) - before)
+    return out
+
+
+# ---- run ------------------------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, Callable[[Rig], Any]] = {
+    "histories": histories,
+    "small": small,
+    "memory": memory,
+    "drains": drains,
+    "orphans": orphans,
+    "lag": lag,
+}
+
+
+async def measure(given: argparse.Namespace) -> list[Figure]:
+    out: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = write_tokenizer(Path(folder) / "tokenizer")
+        limits = {
+            "engine": {"context_length": 1 << 21, "max_running_requests": 8192},
+            "rollout": {"max_new_tokens": 128},
+        }
+        async with World(Path(folder) / "run", tokenizer, **limits) as world:
+            stop = str(world.chat.end_id)
+            async with running(sys.executable, "-m", "bench.proxyd_rig.engine", "--stop", stop) as engine:
+                assert engine.stdout is not None
+                url = f"http://127.0.0.1:{int(await engine.stdout.readline())}"
+                await world.cellctl.serve(_named("a", url))
+                connector = aiohttp.TCPConnector(limit=0)
+                timeout = aiohttp.ClientTimeout(total=300)
+                async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+                    peers = Path(given.peers) if given.peers else None
+                    rig = Rig(world, url, session, given.quick, peers, tokenizer)
+                    for name in given.only.split(",") if given.only else GROUPS:
+                        out += await GROUPS[name](rig)
+    return out
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--json", action="store_true")
+    options.add_argument("--quick", action="store_true", help="fewer calls")
+    options.add_argument("--peers", default="", help="folder for the peers' environments; none: without peers")
+    options.add_argument("--only", default="", help=f"groups, by comma: {', '.join(GROUPS)}")
+    given = options.parse_args()
+    return show(asyncio.run(measure(given)), as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
