@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from trajbuild import Story, story
 
-from gyre_base.runfile import encode
+from gyre_base.runfile import ExecEnd, ExecStart, encode
 from gyre_cli.trajtools import main
 from trajtools.load import load
 
@@ -173,3 +174,29 @@ def test_help_imports_nothing_heavy():
     look = "print([m for m in ('numpy', 'rich', 'tokenizers') if m in sys.modules])"
     code = f"import sys; from gyre_cli.trajtools import main; {look}"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_durations_go_from_a_recorded_run_to_the_simulator_and_the_planner(tmp_path):
+    from gyre_cli.cellctl import main as cellctl
+
+    lines = []
+    for i in range(6):
+        name, group = f"e{i}", f"t{i % 2}"
+        lines.append(encode(ExecStart(exec=name, task=group, group=group, started=0.0)))
+        lines += [encode(dataclasses.replace(call, exec=name)) for call in story().calls]
+        lines.append(encode(ExecEnd(exec=name, status="finished", calls=6, ended=3600.0 * (1 + i))))
+    (tmp_path / "run.jsonl").write_bytes(b"".join(lines))
+    (tmp_path / "durations").write_text(run("stats", tmp_path / "run.jsonl", "--json").stdout)
+    rows = [orjson.loads(line) for line in (tmp_path / "durations").read_bytes().splitlines()]
+    assert rows[1:] == [
+        {"task": "t0", "executions": 3, "duration_s": [3600.0, 10800.0, 18000.0]},
+        {"task": "t1", "executions": 3, "duration_s": [7200.0, 14400.0, 21600.0]},
+    ]
+    few = ["--durations", str(tmp_path / "durations"), "--seeds", "1", "--json"]
+    simulated = CliRunner().invoke(
+        cellctl, ["simulate", "--profile", "qwengyre-122b", "--policy", "elastic", "--steps", "1", *few]
+    )
+    assert simulated.exit_code == 0, simulated.output
+    assert 1.0 < orjson.loads(simulated.stdout)["hours"] < 7.0  # the model's own would be days
+    planned = CliRunner().invoke(cellctl, ["plan", "--gpus", "16", *few])
+    assert planned.exit_code in (0, 1) and "gain_over_colocate" in orjson.loads(planned.stdout)
