@@ -11,18 +11,25 @@ from gyre_cli.common import guarded, json_option, run_option
 
 
 @click.command("show")
-@click.argument("execution")
+@click.argument("execution", required=False)
 @run_option
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one page that needs nothing else.")
 @json_option
 @guarded
-def show(execution: str, run_dir: str | None, html: Path | None, as_json: bool) -> None:
-    """EXECUTION on one page: task, outcome, score parts, clocks, tree of calls, what it changed, what it printed."""
+def show(execution: str | None, run_dir: str | None, html: Path | None, as_json: bool) -> None:
+    """EXECUTION on one page: task, outcome, score parts, clocks, tree of calls, what it changed, what it printed.
+
+    Without EXECUTION: a line for each that there is.
+    """
     from gyre_base.rundir import RunDir
     from gyre_cli import show as pages
     from gyre_exec.show import NoSuchExecution, gather
 
     run = RunDir.open(common.run_root(run_dir))
+    if execution is None:
+        rows = pages.all_of(run)
+        common.print_json(rows) if as_json else common.print_table(rows)
+        return
     try:
         page = gather(run, execution)
     except NoSuchExecution as error:

@@ -31,6 +31,22 @@ def history_of(run: RunDir, page: Any) -> Any:
     return history(found)
 
 
+def all_of(run: RunDir) -> list[dict[str, Any]]:
+    """A row per execution, in the order of their names."""
+    from gyre_exec.show import outcome_of
+    from gyre_exec.story import names, stories
+
+    told = {story.execution: story for story in stories(run)}
+    rows = []
+    for name in sorted({*told, *names(run)}):
+        story, done = told.get(name), outcome_of(run.path("executions", name), told.get(name)) or {}
+        row = {"execution": name, "task": story.task_id if story else "", "outcome": done.get("outcome", "")}
+        rows.append({**row, **{key: done.get(key) for key in ("score", "calls", "wall_s", "waited_s")}})
+    if not rows:
+        common.fail(f"nothing has run in {run.root} yet", common.NO)
+    return rows
+
+
 def facts(page: Any) -> list[tuple[str, str]]:
     """What it was."""
     order, done = page.order, page.outcome or {}

@@ -154,6 +154,16 @@ async def test_progress_is_measured_while_it_runs_and_is_no_score(tmp_path: Path
     assert gather(executor.run, "p-01.0").progress == ()  # can't be graded before it has ended
 
 
+def test_without_a_name_there_is_a_line_for_each(run: RunDir) -> None:
+    lines = say("gyre", "show", "--run", str(run.root)).stdout.splitlines()
+    assert lines[0].split() == ["execution", "task", "outcome", "score", "calls", "wall_s", "waited_s"]
+    assert [line.split()[:4] for line in lines[1:4]] == [
+        ["g-00.0", "t", "scored", "0.5"],
+        ["g-01.0", "t", "scored", "0.7"],
+        ["g-02.0", "t", "no_artifact", "0"],
+    ]
+
+
 def test_an_unknown_execution_names_near_ones(run: RunDir) -> None:
     with pytest.raises(NoSuchExecution, match=r"near: g-0\d\.0"):
         gather(run, "g-09.0")
