@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from gyre_base.config import Config
 from gyre_cli.findings import Finding, fail, note, ok, warn
 
 TESTED = ("22.05", "24.11")
@@ -16,6 +17,7 @@ NOFILE, NPROC = 16384, 4096
 SHM_BYTES = 2**30
 ADMIN = "ask the site's admin (docs/admin.md)"
 LOCAL_TYPES = ("tmpfs", "ramfs", "overlay", "devtmpfs")
+WALLS = {"bwrap": "bwrap", "apptainer": "apptainer", "pyxis": "enroot"}  # tasks.workspace: the program behind it
 UNLIMITED = -1  # resource.RLIM_INFINITY
 
 
@@ -125,17 +127,30 @@ def of_partition(name: str, record: dict[str, str]) -> list[Finding]:
     return findings
 
 
+def of_job(record: dict[str, str]) -> list[Finding]:
+    """A job as `scontrol show job` says: whether it comes back, and that a step starts beside what runs in it."""
+    again = record.get("Requeue") == "1"
+    return [
+        ok("this job", "is requeued when it has to leave")
+        if again
+        else fail("this job", "is not requeued when it has to leave", "submit it with --requeue"),
+        ok("steps", "start beside each other (--overlap)"),
+    ]
+
+
 # ---- nodes ----------------------------------------------------------------------------------------------------------
 
 
-def of_nodes(nodes: list[dict[str, Any]], here: dict[str, Any] | None, engine: str) -> list[Finding]:
+def of_nodes(nodes: list[dict[str, Any]], here: dict[str, Any] | None, config: Config) -> list[Finding]:
     """Facts that `probe.facts` gave on each node; `here` are those of the machine the doctor runs on."""
     return [
         of_names(nodes),
         of_python(nodes, here),
-        *of_packages(nodes, here, engine),
+        *of_packages(nodes, here),
+        *of_missing({package for node in nodes for package in node["packages"]}, config),
+        *of_programs(nodes, config),
         *of_gpus(nodes),
-        of_rdma(nodes),
+        of_rdma(nodes, wanted=config.cluster.transfer_protocol == "rdma"),
         *of_limits(nodes),
     ]
 
@@ -160,26 +175,49 @@ def of_python(nodes: list[dict[str, Any]], here: dict[str, Any] | None) -> Findi
     return ok("Python", found.pop())
 
 
-def of_packages(nodes: list[dict[str, Any]], here: dict[str, Any] | None, engine: str) -> list[Finding]:
+def of_packages(nodes: list[dict[str, Any]], here: dict[str, Any] | None) -> list[Finding]:
+    """Each library once; the same version everywhere, and of our own also here."""
     out = []
-    for package in sorted({p for n in nodes for p in n["packages"]} | ({"gyre-rl"} if here else set())):
+    for package in sorted({package for node in nodes for package in node["packages"]} | {"gyre-rl"}):
         by_version: dict[str, list[str]] = {}
-        for node in nodes:
+        for node in [*nodes, *([here] if here and package == "gyre-rl" else [])]:
             by_version.setdefault(node["packages"].get(package, "missing"), []).append(node["node"])
-        if here and package == "gyre-rl":
-            by_version.setdefault(here["packages"].get(package, "missing"), []).append(here["node"])
         if len(by_version) > 1:
             words = "; ".join(f"{version} on {listed(names)}" for version, names in by_version.items())
             out.append(fail(package, words, "use one environment (or one container image) everywhere"))
         else:
             out.append(ok(package, next(iter(by_version))))
-    have = {f.check for f in out}
+    return out
+
+
+def of_missing(have: set[str], config: Config) -> list[Finding]:
+    """What no node has and this configuration would need."""
+    out = []
     if "torch" not in have:
         out.append(fail("torch", "not installed on the nodes", 'pip install -e ".[train]" there (docs/install.md)'))
-    if engine == "sglang" and "sglang" not in have:
+    if config.engine.kind == "sglang" and "sglang" not in have:
         out.append(fail("sglang", "not installed on the nodes", "engine.kind is sglang: install it (docs/install.md)"))
-    if "mooncake-transfer-engine" not in have:
-        out.append(note("transfer engine", "Mooncake is not installed: weights go over plain sockets"))
+    if not any(package.startswith("mooncake") for package in have):
+        words = "Mooncake is not installed: weights go over plain sockets"
+        if config.cluster.transport == "mooncake":
+            out.append(fail("transfer engine", words, "cluster.transport is mooncake: install it (docs/install.md)"))
+        else:
+            out.append(note("transfer engine", words))
+    return out
+
+
+def of_programs(nodes: list[dict[str, Any]], config: Config) -> list[Finding]:
+    """What the wall of a workspace needs, and what a cell needs to requeue the job when the batch host is lost."""
+    out = []
+    wall = WALLS.get(config.tasks.workspace)
+    if wall and not config.cluster.executor_partition:
+        without = [node["node"] for node in nodes if wall not in node["programs"]]
+        if without:
+            do = f"{ADMIN}, or set tasks.workspace to another kind"
+            out.append(fail("workspaces", f"no {wall} on {listed(without)}", do))
+    if config.cluster.python and not all("scontrol" in node["programs"] for node in nodes):
+        words = "no scontrol in the container: no cell can requeue the job when the batch host is lost"
+        out.append(warn("container", words, "bind Slurm's clients, their libraries and munge's socket into it"))
     return out
 
 
@@ -205,9 +243,12 @@ def gpu_words(gpus: list[dict[str, Any]]) -> str:
     return f"{len(gpus)} x {' / '.join(names)}" if gpus else "none"
 
 
-def of_rdma(nodes: list[dict[str, Any]]) -> Finding:
+def of_rdma(nodes: list[dict[str, Any]], *, wanted: bool) -> Finding:
     active = {n["node"]: [p for p in n["rdma"] if "ACTIVE" in p["state"]] for n in nodes}
     without = [name for name, ports in active.items() if not ports]
+    if without and wanted:
+        do = f'{ADMIN}; or set cluster.transfer_protocol = "tcp"'
+        return fail("RDMA", f"wanted, and no active port on {listed(without)}", do)
     if len(without) == len(nodes):
         if any(n["rdma"] for n in nodes):
             return warn("RDMA", "devices, but no active port", f"{ADMIN}; until then weights go over TCP")
@@ -217,8 +258,10 @@ def of_rdma(nodes: list[dict[str, Any]]) -> Finding:
     locked = [n["node"] for n in nodes if n["limits"]["memlock"] != UNLIMITED]
     if locked:
         return fail("RDMA", f"memlock is limited on {listed(locked)}", f"{ADMIN}: memlock unlimited in slurmd's limits")
-    rates = sorted({p["rate"] for ports in active.values() for p in ports})
-    return ok("RDMA", f"active on all nodes: {listed(rates)}")
+    rates = listed(sorted({p["rate"] for ports in active.values() for p in ports}))
+    if not wanted:
+        return note("RDMA", f"active on all nodes: {rates}", 'cluster.transfer_protocol = "rdma" uses it')
+    return ok("RDMA", f"active on all nodes: {rates}")
 
 
 def of_limits(nodes: list[dict[str, Any]]) -> list[Finding]:

@@ -25,7 +25,7 @@ from gyre_base import config as configuration
 from gyre_base.allocation import Allocation
 from gyre_base.config import Config
 from gyre_cli import checks, probe, slurm
-from gyre_cli.findings import Finding, fail, note, ok, warn
+from gyre_cli.findings import Finding, fail, failed, note, ok, warn
 
 START_S = 60.0  # nodes of a new allocation, or of a full one where steps queue
 LOOK_S = 60.0
@@ -50,7 +50,7 @@ def examine(folder: Path, config_file: Path, where: Where) -> list[Finding]:
     findings = [*of_here(here, around), *of_own_folder(folder)]
     if not slurm.here():
         words = "no Slurm here: this machine alone was looked at"
-        return [*findings, *checks.of_nodes([here], None, config.engine.kind)[1:], note("Slurm", words)]
+        return [*findings, *checks.of_nodes([here], None, config)[1:], note("Slurm", words)]
     try:
         findings += checks.of_settings(slurm.settings())
         findings += of_partition(where.partition)
@@ -119,9 +119,14 @@ def of_allocation(
     line, count = step_line(job, config, where)
     try:
         with workplace(folder) as work:
-            return look_around(line, count, work, here, config, inside=around is not None)
+            found = look_around(line, count, work, here, config, inside=around is not None)
+        return [*found, *(of_job(job) if job and not failed(found) else [])]
     except OSError as error:
         return [fail("nodes", str(error), "choose another folder for runs (--folder)")]
+
+
+def of_job(job: str) -> list[Finding]:
+    return checks.of_job(slurm.parse_record(slurm.call("scontrol", "-o", "show", "job", job)))
 
 
 def step_line(job: str, config: Config, where: Where) -> tuple[list[str], int]:
@@ -152,7 +157,7 @@ def look_around(
         if len(nodes) < count:
             do = "see its words; more nodes or another partition may be free"
             return [fail("nodes", f"{len(nodes)} of {count} answered. {step.complaint()}", do)]
-        findings = checks.of_nodes(nodes, here, config.engine.kind)
+        findings = checks.of_nodes(nodes, here, config)
         with shared_folder(work, nonce):
             table = {n["node"]: [n["address"], n["port"]] for n in nodes}
             told = time.time()

@@ -17,7 +17,7 @@ import orjson
 from gyre_base import config as configuration
 from gyre_base import saving
 from gyre_base.config import Config, ConfigError
-from gyre_cli import common, listing, memory, script, slurm
+from gyre_cli import common, listing, memory, runs, script, slurm
 from gyre_cli.script import Script
 
 SIGNAL_EARLY_S = 60.0  # Slurm looks every half minute, so its warning comes up to this much before it was asked for
@@ -26,13 +26,16 @@ JOURNAL_TAIL_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a submission would be. `more` are further words for sbatch."""
+    """What a submission would be. `more` are further words for sbatch; `unused` are keys that the configuration says
+    otherwise than the run, which goes on with what it was started with.
+    """
 
     script: Script
     config_file: Path
     config: Config
     run: Path
     more: tuple[str, ...]
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +54,11 @@ def make_plan(path: Path, more: tuple[str, ...]) -> Plan:
     config_file = job.folder / (job.argument("--config") or "gyre.toml")
     run = (job.folder / (job.argument("--run") or "runs/run")).resolve()
     config = configuration.load(config_file)
-    if (run / "run.json").exists():  # a run goes on with what it was started with
-        config = configuration.from_json((run / "run.json").read_text())
-    return Plan(script=job, config_file=config_file, config=config, run=run, more=more)
+    unused: list[str] = []
+    if (run / "run.json").exists():
+        written, config = config, configuration.from_json((run / "run.json").read_text())
+        unused = runs.differences(config, written)
+    return Plan(script=job, config_file=config_file, config=config, run=run, more=more, unused=tuple(unused))
 
 
 # ---- what is known --------------------------------------------------------------------------------------------------

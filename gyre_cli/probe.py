@@ -23,17 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-PACKAGES = (
-    "gyre-rl",
-    "torch",
-    "sglang",
-    "megatron-core",
-    "mooncake-transfer-engine",
-    "transformers",
-    "pyzmq",
-    "submitit",
-)
-PROGRAMS = ("bwrap", "apptainer", "singularity", "enroot", "srun", "nvidia-smi")
+TRANSFER = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
+PACKAGES = ("gyre-rl", "torch", "sglang", "megatron-core", *TRANSFER, "transformers", "pyzmq", "submitit")
+PROGRAMS = ("bwrap", "apptainer", "enroot", "scontrol")
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 CONNECT_S = 3.0
 VISIBLE_S = 15.0  # NFS clients keep directory listings for up to a minute, names they never asked for shorter

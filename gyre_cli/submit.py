@@ -25,7 +25,7 @@ def examine(plan: Plan, gpu_memory_gib: float | None) -> list[Finding]:
     """Everything that can be known here, in the order of the start."""
     measured = planning.measure(plan.run)
     return [
-        of_config(plan),
+        *of_config(plan),
         of_start(plan.script),
         *of_headers(plan.script),
         of_cells(plan),
@@ -40,12 +40,16 @@ def examine(plan: Plan, gpu_memory_gib: float | None) -> list[Finding]:
     ]
 
 
-def of_config(plan: Plan) -> Finding:
+def of_config(plan: Plan) -> list[Finding]:
     try:
         runs.check(plan.config, here=False)
     except ConfigError as error:
-        return fail("configuration", str(error), f"edit {plan.config_file}")
-    return ok("configuration", f"{plan.config_file}: model, tasks and harness are there")
+        return [fail("configuration", str(error), f"edit {plan.config_file}")]
+    out = [ok("configuration", f"{plan.config_file}: model, tasks and harness are there")]
+    if plan.unused:
+        words = f"the run goes on with what it was started with; not used: {checks.listed(list(plan.unused))}"
+        out.append(warn("configuration", words, "another run directory starts anew"))
+    return out
 
 
 def of_start(job: Script) -> Finding:

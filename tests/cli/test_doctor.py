@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gyre_base.config import ClusterConfig, Config, EngineConfig, TaskConfig
 from gyre_cli import checks, doctor, findings, probe
 from gyre_cli.findings import Finding, Level
 from tests.cli.conftest import say
@@ -25,7 +26,7 @@ NODE = {
     "address": "10.0.0.1",
     "python": "3.11.7",
     "packages": {"gyre-rl": "0.1", "torch": "2.13.0", "mooncake-transfer-engine": "0.3"},
-    "programs": ["srun"],
+    "programs": ["scontrol", "bwrap"],
     "limits": {"nofile": 131072, "nproc": -1, "memlock": -1},
     "gpus": [{"name": "H100", "memory_mib": 81920, "driver": "550"}] * 8,
     "visible_gpus": "0,1",
@@ -33,6 +34,11 @@ NODE = {
     "shm_bytes": 2**36,
     "tmp_bytes": 2**36,
 }
+TINY = Config()
+SGLANG = Config(engine=EngineConfig(kind="sglang"))
+RDMA = Config(cluster=ClusterConfig(transfer_protocol="rdma", transport="mooncake"))
+BOXED = Config(cluster=ClusterConfig(python=("apptainer", "exec", "x.sif", "python3")))
+WALLED = Config(tasks=TaskConfig(workspace="bwrap"))
 LOOK = {
     "node": "n1",
     "at": 0.0,
@@ -59,9 +65,33 @@ def levels(found: list[Finding] | Finding) -> dict[str, Level]:
 
 def test_a_sound_cluster_needs_nothing():
     here = node("login", gpus=[], rdma=[])
-    assert {f.level for f in checks.of_nodes([node("n1"), node("n2")], here, "tiny")} == {Level.OK}
-    assert levels(checks.of_nodes([node("n1")], here, "sglang"))["sglang"] is Level.FAIL
+    assert {f.level for f in checks.of_nodes([node("n1"), node("n2")], here, RDMA)} == {Level.OK}
+    assert levels(checks.of_nodes([node("n1")], here, SGLANG))["sglang"] is Level.FAIL
     assert {f.level for f in checks.of_folder([look("n1"), look("n2")], "/home", [])} == {Level.OK}
+
+
+@pytest.mark.parametrize(
+    ("config", "without", "check"),
+    [
+        (RDMA, {"rdma": []}, "RDMA"),
+        (RDMA, {"packages": {"gyre-rl": "0.1", "torch": "2.13.0"}}, "transfer engine"),
+        (WALLED, {"programs": []}, "workspaces"),
+    ],
+)
+def test_what_a_configuration_asks_for_must_be_there(config, without, check):
+    assert not findings.failed(checks.of_nodes([node("n1")], None, config))
+    wrong = [f for f in checks.of_nodes([node("n1", **without)], None, config) if f.level is Level.FAIL]
+    assert [f.check for f in wrong] == [check] and wrong[0].do
+    assert not findings.failed(checks.of_nodes([node("n1", **without)], None, TINY))
+
+
+def test_a_container_without_slurms_clients_is_told():
+    assert levels(checks.of_nodes([node("n1", programs=[])], None, BOXED))["container"] is Level.WARN
+
+
+def test_a_job_that_does_not_come_back_is_told():
+    assert levels(checks.of_job({"Requeue": "1"}))["this job"] is Level.OK
+    assert findings.failed(checks.of_job({"Requeue": "0"}))
 
 
 FAULTS = [
@@ -80,7 +110,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("change", "check", "level", "word"), FAULTS)
 def test_each_fault_of_one_node_is_found_named_and_has_a_way_out(change, check, level, word):
-    found = checks.of_nodes([node("n1"), node("n2", **change)], None, "tiny")
+    found = checks.of_nodes([node("n1"), node("n2", **change)], None, TINY)
     (finding,) = [f for f in found if f.level in (Level.WARN, Level.FAIL)]
     assert (finding.check, finding.level) == (check, level)
     assert word in finding.found and finding.do

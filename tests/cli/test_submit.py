@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gyre_base import config as configuration
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
 from gyre_cli import memory, planning, submit
@@ -167,6 +168,16 @@ def test_a_second_job_of_a_run_is_refused(project):
     (project.parent / "bin" / "squeue.says").write_text(line)
     code, wrong, _ = dry(project)
     assert code == NO and "scancel 12" in wrong["queue"]["do"]
+
+
+def test_a_changed_configuration_of_a_run_that_goes_on_is_told(project):
+    run = RunDir.create(project / "runs" / "my run")
+    run.write_atomic("run.json", configuration.to_json(configuration.load(project / "gyre.toml")))
+    assert "configuration" not in dry(project)[1]
+    edit(project / "gyre.toml", "cells = 2", "cells = 2\nscheduler.steps = 7")
+    code, wrong, rows = dry(project)
+    assert (code, wrong["configuration"]["level"], rows[0]["steps"]) == (0, "warn", 60)
+    assert "scheduler.steps = 7" in wrong["configuration"]["found"]
 
 
 def test_a_run_that_somebody_works_on_is_refused(project):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gyre_cli import planning
+from gyre_cli import listing, planning
 from tests import pages
 from tests.slurm.minislurm import Cluster, until
 from tests.slurm.running import START_S
@@ -64,5 +64,5 @@ def test_a_failed_run_is_read(quiet_slurm: Cluster, reader: dict[str, str], tmp_
     until(lambda: not quiet_slurm.run("squeue", "-h", "--me"), 60, "the job does not end")
     said = pages.run(DOCS / "failed-run.md", project, {**reader, "RUN": str(run), "JOB": job})
     assert "stopped" in said and "the same commands" in said
-    ident = said.split("would be submitted")[1].split("@@")[0]
-    assert ident
+    before = listing.last_progress(run / "metrics" / "timeline.jsonl")
+    until(lambda: listing.last_progress(run / "metrics" / "timeline.jsonl") != before, START_S, "it does not go on")
