@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from cellctl.simulate.profile import Arm, Profile
+from cellctl.simulate.profile import Arm, Profile, even, with_last
 from cellctl.simulate.world import Stuck, World
 
 WORTH = 0.03  # a gain below this share of the time is not worth a second kind of operation
@@ -66,16 +66,6 @@ def small_site(
     return dataclasses.replace(
         base, name="site", gpus_per_node=per_unit, groups_per_batch=groups, laws=laws, durations=times, arms=()
     ), units
-
-
-def even(nodes: int, cells: int) -> tuple[int, ...]:
-    """Cells that differ by at most one node, larger ones first: the last one, which holds the tail, is the smallest."""
-    return tuple(nodes // cells + (i < nodes % cells) for i in range(cells))
-
-
-def with_last(nodes: int, cells: int, last: int) -> tuple[int, ...]:
-    """The same number of cells, the last one of this size."""
-    return (*even(nodes - last, cells - 1), last)
 
 
 def at_staleness(arm: Arm, staleness: float) -> Arm | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from cellctl.simulate.profile import Arm, Profile
+from cellctl.simulate.profile import Arm, Profile, with_last
 from cellctl.simulate.world import World
 
 BATCH_RESERVE = 1.0  # batches that the orders hold back
@@ -52,17 +52,11 @@ def options(profile: Profile) -> list[Option]:
     ]
 
 
-def small_tail(nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """The same nodes with a last cell of a quarter of an even share."""
-    last = max(1, sum(nodes) // len(nodes) // 4)
-    rest, others = sum(nodes) - last, len(nodes) - 1
-    return (*(rest // others + (i < rest % others) for i in range(others)), last)
-
-
 def with_option(arm: Arm, option: Option) -> Arm:
     changes = dict(option.changes)
     if changes.get("nodes") == "small tail":
-        changes["nodes"] = small_tail(arm.nodes)
+        cells, nodes = len(arm.nodes), sum(arm.nodes)
+        changes["nodes"] = with_last(nodes, cells, max(1, nodes // cells // 4))
     return dataclasses.replace(arm, **changes)
 
 

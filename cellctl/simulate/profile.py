@@ -79,6 +79,16 @@ class Arm:
     source: str = ""
 
 
+def even(nodes: int, cells: int) -> tuple[int, ...]:
+    """Cells that differ by at most one node, larger ones first: the last one, which holds the tail, is the smallest."""
+    return tuple(nodes // cells + (i < nodes % cells) for i in range(cells))
+
+
+def with_last(nodes: int, cells: int, last: int) -> tuple[int, ...]:
+    """The same number of cells, the last one of this size."""
+    return (*even(nodes - last, cells - 1), last)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """What `python -m cellctl.simulate.fit` moves, and towards what: the arms' published hours and the published
