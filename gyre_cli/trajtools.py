@@ -24,7 +24,7 @@ out_file = click.Path(dir_okay=False, path_type=Path)
 def main() -> None:
     """Recorded runs of agents: say what is in them, check them, slim them.
 
-    SOURCE is a run file (.jsonl or .gtr), a run's calls/ folder, another tool's record (Claude Code, Codex, chat logs,
+    SOURCE is a run file (.jsonl or .gtr), a run's directory, another tool's record (Claude Code, Codex, chat logs,
     SWE-agent, mini-swe-agent, OpenHands, NeMo-Gym, NeMo-RL, verifiers, ATIF), or - for standard input.
     """
 
@@ -57,7 +57,12 @@ def opened(source: Path) -> Iterator[Any]:
         return
     if not source.exists():
         common.fail(f"no such file or folder: {source}", common.USAGE)
-    size = sum(p.stat().st_size for p in (source.glob("*.jsonl") if source.is_dir() else [source]))
+    from trajtools.beside import files_of
+
+    files = files_of(source)
+    if not files:
+        common.fail(f"no run files in {source}: neither there nor in its calls/ is a *.jsonl or *.gtr", common.USAGE)
+    size = sum(p.stat().st_size for p in files)
     if size < PROGRESS_FROM_BYTES or not sys.stderr.isatty():
         yield source, None
         return

@@ -1,7 +1,8 @@
 """Reading a record into a `Recording`, whole or one execution at a time.
 
-Owns what can be read: a run file (lines or binary), a folder of shards (`calls/` of a run), a stream, or a record of
-another tool (`readers`). `Stream` goes through the executions one at a time when there are many. Changes no file.
+Owns what can be read: a run file (lines or binary), a folder of shards, a run's directory or its `calls/` (with the
+outcomes beside them), a stream, or a record of another tool (`readers`). `Stream` goes through the executions one at a
+time when there are many. Changes no file.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gyre_base.runfile import (
 )
 from gyre_base.runframes import MAGIC, FrameReader
 from gyre_base.runlines import split_lines
+from trajtools.beside import Outcomes, files_of
 from trajtools.mend import cuts_of, pieces
 from trajtools.recording import Execution, OnCall, Recording, relabel
 
@@ -48,15 +50,17 @@ def load(source: Source, *, on_call: OnCall | None = None, on_bytes: OnBytes | N
                 if on_bytes is not None:
                     on_bytes(recording.size + located.end)
             _close(recording, name, part)
+    outcomes = Outcomes(source)
     for execution in recording.executions.values():
-        relabel(execution)
+        _finish(execution, outcomes)
     return recording
 
 
-def files_of(source: str | Path) -> list[Path]:
-    """The run files behind a path: itself, or every *.jsonl and *.gtr of a folder by name."""
-    path = Path(source)
-    return sorted([*path.glob("*.jsonl"), *path.glob("*.gtr")]) if path.is_dir() else [path]
+def _finish(execution: Execution, outcomes: Outcomes) -> None:
+    """What is known only when all of it was read."""
+    relabel(execution)
+    if execution.reward is None:
+        execution.others.extend(outcomes.records(execution.id))
 
 
 # ---- one execution at a time ---------------------------------------------------------------------------------------
@@ -75,13 +79,14 @@ class Stream:
         """`side`: where what is left out of a run file goes, if there is any (`wrote_side`)."""
         self.recording = Recording()
         self.wrote_side = False
+        self._outcomes = Outcomes(source)
         self._source, self._on_bytes, self._at_once, self._side = source, on_bytes, at_once, side
 
     def executions(self) -> Iterator[Execution]:
         with _parts(self._source) as parts:
             if self._load(parts):
                 for name in sorted(self.recording.executions):
-                    relabel(self.recording.executions[name])
+                    _finish(self.recording.executions[name], self._outcomes)
                     yield self.recording.executions[name]
             else:
                 self.recording = Recording()
@@ -143,7 +148,7 @@ class Stream:
         self.recording.conflicts.extend(made.conflicts)
         self.recording.mixed.extend(made.mixed)
         execution = made.execution(name)
-        relabel(execution)
+        _finish(execution, self._outcomes)
         return execution
 
 

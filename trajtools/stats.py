@@ -162,7 +162,7 @@ def _tasks(ends: Sequence[_End]) -> Iterator[TaskDurations]:
     by_task: dict[str, list[float]] = defaultdict(list)
     for end in ends:
         if end.seconds is not None:
-            by_task[end.task].append(end.seconds)
+            by_task[end.task or end.group].append(end.seconds)
     yield from (TaskDurations(task, len(took), tuple(took)) for task, took in sorted(by_task.items()))
 
 
@@ -237,7 +237,10 @@ def _label(label: str, rows: Sequence[_Row]) -> LabelStats:
 
 
 def _seconds(execution: Execution) -> float | None:
-    """From its start (or first call) to its end (or last call); None if nobody recorded times."""
+    """As its executor measured it, else from its start (or first call) to its end (or last call); None if not known."""
+    measured = execution.end.extra.get("wall_s") if execution.end else None
+    if isinstance(measured, (int, float)):
+        return float(measured)
     times = [t for m in execution.forest.marks() for t in (m.call.t0, m.call.t1)] if execution.timed else []
     starts = [r.started for r in execution.others if isinstance(r, ExecStart) and isinstance(r.started, (int, float))]
     ended = execution.end.ended if execution.end else None

@@ -200,3 +200,26 @@ def test_durations_go_from_a_recorded_run_to_the_simulator_and_the_planner(tmp_p
     assert 1.0 < orjson.loads(simulated.stdout)["hours"] < 7.0  # the model's own would be days
     planned = CliRunner().invoke(cellctl, ["plan", "--gpus", "16", *few])
     assert planned.exit_code in (0, 1) and "gain_over_colocate" in orjson.loads(planned.stdout)
+
+
+@pytest.mark.parametrize("source", ["", "calls"])
+def test_the_calls_of_a_run_come_with_the_outcomes_beside_them(source, tmp_path):
+    (tmp_path / "calls").mkdir()
+    for name, told in (("g1-00.0", {"outcome": "scored", "score": 0.5, "wall_s": 90.0}), ("g1-01.0", None)):
+        calls = [encode(dataclasses.replace(call, exec=name)) for call in story().calls]
+        (tmp_path / "calls" / f"{name}.jsonl").write_bytes(b"".join(calls))
+        (tmp_path / "executions" / name).mkdir(parents=True)
+        if told is not None:
+            (tmp_path / "executions" / name / "outcome.json").write_bytes(orjson.dumps(told))
+    rows = [orjson.loads(line) for line in run("stats", tmp_path / source, "--json").stdout.splitlines()]
+    assert rows[0]["outcomes"] == {"scored": 1, "unscored": 1} and rows[0]["mean_score"] == 0.5
+    assert rows[0]["execution_s"]["max"] == 90.0 and rows[1]["task"] == ""
+    assert rows[2] == {"task": "g1", "executions": 1, "duration_s": [90.0]}
+    assert "g1-00.0  scored 0.5" in run("tree", tmp_path / source).stdout
+    assert run("dedup", tmp_path / source, "-o", tmp_path / "slim.jsonl").exit_code == 0
+    assert load(tmp_path / "slim.jsonl").executions["g1-00.0"].reward.value == 0.5
+
+
+def test_an_empty_folder_is_said_to_be_empty(tmp_path):
+    done = run("dedup", tmp_path)
+    assert done.exit_code == 2 and "no run files in" in done.stderr
