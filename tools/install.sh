@@ -17,9 +17,12 @@ command -v "$PYTHON" >/dev/null 2>&1 || need "$PYTHON"
 # walls for executions (tasks.workspace = "bwrap"); without it only plain and container workspaces run
 command -v bwrap >/dev/null 2>&1 || ! as_root_debian || { PACKAGES="bubblewrap"; need "bubblewrap"; }
 
+# what mooncake is linked against; without it weights and gradients go over the bus
+ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 || ! as_root_debian || { PACKAGES="libibverbs1"; need "libibverbs1"; }
+
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 CONSTRAINTS=""
 "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' && CONSTRAINTS="-c constraints.txt"
 # torch first and pinned: whatever follows then finds it and does not fetch another build
 "$VENV/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS $CONSTRAINTS "torch==2.13.0" numpy packaging
-"$VENV/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS $CONSTRAINTS -e ".[train,report,launch,dev]"
+"$VENV/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS $CONSTRAINTS -e ".[train,mooncake,report,launch,dev]"
