@@ -17,7 +17,7 @@ from trajtools.choose import CLASSES, DEFAULT, Rules, choose
 from trajtools.forest import Forest, Mark
 from trajtools.load import Source, Stream, load
 from trajtools.recording import Execution, Recording
-from trajtools.words import Say, plain_ids, sizes, speaker
+from trajtools.words import Say, named, plain_ids, short, sizes, speaker
 
 
 class NotThere(ValueError):
@@ -71,8 +71,8 @@ class Shown:
     def lines(self) -> list[str]:
         unit = "tokens" if self.level == "token" else "blocks"
         facts = "  ".join(f"{k} {v}" for k, v in self.facts.items() if v not in (None, "", [], {}))
-        width = max([len(r.call) for r in self.calls] + [4])
-        agents = max([len(r.agent) for r in self.calls] + [5])
+        width = max([len(short(r.call)) for r in self.calls] + [4])
+        agents = max([len(short(r.agent)) for r in self.calls] + [5])
         out = [
             f"{self.execution}  {len(self.calls):,} calls  sizes in {unit}  {facts}",
             f"  {'call':<{width}}  {'agent':<{agents}}  {'label':<17} {'prompt':>9} {'new':>8} "
@@ -81,7 +81,7 @@ class Shown:
         ]
         for r in self.calls:
             out.append(
-                f"  {r.call:<{width}}  {r.agent:<{agents}}  {r.label:<17} {r.prompt:>9,} {r.new:>8,} "
+                f"  {short(r.call):<{width}}  {short(r.agent):<{agents}}  {r.label:<17} {r.prompt:>9,} {r.new:>8,} "
                 f"{r.sampled:>8,} "
                 f"{f'{r.seconds:.1f}' if r.seconds > 0 else '-':>7}  {r.finish:<10} {r.broke}".rstrip()
             )
@@ -105,7 +105,7 @@ def show(recording: Recording, name: str | None = None) -> Shown:
                 new=mark.prompt_tokens - (link.shared if link else 0),
                 sampled=mark.sampled,
                 continues=link.mark.id if link else "",
-                broke=f"{found.kind} at {found.depth:,} (against {found.against})" if found else "",
+                broke=f"{found.kind} at {found.depth:,} (against {short(found.against)})" if found else "",
                 t0=mark.call.t0,
                 seconds=mark.call.t1 - mark.call.t0,
                 finish=str(mark.call.finish or ""),
@@ -141,7 +141,8 @@ class ShownCall:
         return dataclasses.asdict(self)
 
     def lines(self) -> list[str]:
-        out = [f"{key:<12} {value}" for key, value in self.head.items() if value not in (None, "", {}, ())]
+        said = {key: _plain(value) for key, value in self.head.items()}
+        out = [f"{key:<12} {text}" for key, text in said.items() if text]
         out += [f"--- prompt (after {self.shared:,} shared)", self.new, "--- completion", self.completion]
         if self.logprobs is not None:
             numbers = [x for x in self.logprobs if x is not None]
@@ -150,14 +151,25 @@ class ShownCall:
         return out
 
 
+def _plain(value: Any) -> str:
+    """A value of a call's head as words: no braces, nothing that was not recorded."""
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items() if v is not None)
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(_plain, value))
+    return "" if value is None else str(value)
+
+
 def show_call(recording: Recording, name: str | None, call: str, say: Say | None = None) -> ShownCall:
     execution = only(recording, name)
     forest = execution.forest
-    if call not in forest:
-        some = ", ".join(m.id for m in forest.marks()[:8])
-        raise NotThere(f"no call {call} in {execution.id}; there are {len(forest):,}: {some}, …")
-    mark = forest[call]
-    link = analyse(forest).links.get(call)
+    found = named(call, (m.id for m in forest.marks()))
+    if len(found) != 1:
+        some = ", ".join(found[:8] or (m.id for m in forest.marks()[:8]))
+        why = f"several calls begin with {call}" if found else f"no call {call}"
+        raise NotThere(f"{why} in {execution.id}; there are {len(forest):,}: {some}, …")
+    mark = forest[found[0]]
+    link = analyse(forest).links.get(mark.id)
     shared = link.shared if link else 0
     tokens = forest.tokens(mark)
     new, completion = tokens[shared : mark.prompt_tokens].tolist(), tokens[mark.prompt_tokens :].tolist()
@@ -215,8 +227,8 @@ class Chosen:
         groups = (("kept", self.kept), ("passed over", self.passed_over), ("stub", self.stubs))
         for what, rows in groups:
             out += [
-                f"  {what:<12} {r['kind']:<18} ends in {r['leaf']:<14} {r['tokens']:>9,} tokens, {r['new']:>8,} new  "
-                f"{r['why']}"
+                f"  {what:<12} {r['kind']:<18} ends in {short(r['leaf']):<14} {r['tokens']:>9,} tokens, "
+                f"{r['new']:>8,} new  {r['why']}"
                 for r in rows
             ]
         if self.dropped:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from trajtools.tree import History, Line
+from trajtools.words import short
 
 WIDTH, LEFT, RIGHT, ROW, BAR = 1180, 20, 330, 26, 12
 COLOURS = {
@@ -38,12 +39,12 @@ def html(histories: Sequence[History]) -> str:
     for told in histories:
         rows = "".join(_table_row(line, told) for line in told.lines())
         parts.append(
-            f"<section><h2>{escape(told.execution)}</h2><p>{escape(told.title())}</p>{svg(told)}"
+            f"<section><h2>{escape(told.execution)}</h2>{svg(told)}"
             f"<details><summary>table</summary><table><tr>{_titles(told.unit)}</tr>{rows}</table></details></section>"
         )
     style = (
         "body{font:14px/1.45 Helvetica,Arial,sans-serif;margin:24px;color:#1c2733}h2{margin:1.4em 0 .1em}"
-        "p{margin:.2em 0 .6em;color:#55606e}svg{max-width:100%;height:auto;border:1px solid #e3e6eb;border-radius:6px}"
+        "svg{max-width:100%;height:auto;border:1px solid #e3e6eb;border-radius:6px}"
         "table{border-collapse:collapse;margin:.6em 0}td,th{padding:2px 10px;text-align:right;"
         "border-bottom:1px solid #eef0f3}"
         "td:nth-child(-n+3),th:nth-child(-n+3){text-align:left}summary{cursor:pointer;color:#2563a8}"
@@ -122,13 +123,16 @@ def _bar(line: Line, y: float, scale: float, unit: str) -> str:
         ink = colour if owned or unit != "tokens" else "#7c838d"
         size = max((end - first) * scale, 0.8)
         out.append(f'<rect x="{LEFT + first * scale:.1f}" y="{y}" width="{size:.1f}" height="{BAR}" fill="{ink}"/>')
-    who = line.kind + (f" {line.agent}" if line.agent not in ("main", "") else "")
+    who = line.kind + (f" {short(line.agent)}" if line.agent not in ("main", "") else "")
     count = f"{len(line.calls)} call{'' if len(line.calls) == 1 else 's'}"
     why = f" · {line.left_by}" if line.left_by else ""
     fate = f" · {line.owned:,} trained" if line.owned else ""
     fate += f" · {line.fate}" if unit == "tokens" and line.fate != "kept" else ""
     label = escape(f"{who} · {count}{fate}{why}")
-    out.append(f'<text x="{x + width + 6:.1f}" y="{y + BAR - 2}" font-size="11" fill="#3a4552">{label}</text></g>')
+    halo = 'stroke="#ffffff" stroke-width="3" paint-order="stroke"'  # connectors run behind the text
+    out.append(
+        f'<text x="{x + width + 6:.1f}" y="{y + BAR - 2}" font-size="11" fill="#3a4552" {halo}>{label}</text></g>'
+    )
     return "".join(out)
 
 

@@ -18,7 +18,7 @@ from trajtools.choose import CLASSES, DEFAULT, REASONS, Choice, Rules, choose
 from trajtools.damage import Damage, Gaps, incomplete_lines
 from trajtools.load import OnBytes, Source, Stream
 from trajtools.recording import Execution
-from trajtools.words import Say, clipped, counted, sizes, speaker
+from trajtools.words import Say, clipped, counted, short, sizes, speaker
 from trajtools.writers.slim import SlimWriter
 
 
@@ -254,7 +254,7 @@ class _Breaks:
 
 def _break_line(b: BreakCount, unit: str) -> str:
     expected, got, times = b.cause
-    where = f"{b.execution} {b.example.call} at {unit} {b.example.depth}"
+    where = f"{b.execution} {short(b.example.call)} at {unit} {b.example.depth}"
     if b.texts is not None:
         change = f"{clipped(b.texts[0])} became {clipped(b.texts[1])}" if got is not None else clipped(b.texts[0])
     else:

@@ -19,7 +19,7 @@ from trajtools.damage import Damage, Gaps, incomplete_lines
 from trajtools.forest import Mark
 from trajtools.load import OnBytes, Source, Stream
 from trajtools.recording import Execution
-from trajtools.words import counted
+from trajtools.words import counted, short
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
@@ -88,7 +88,7 @@ class StatsReport:
         out = [
             f"{counted(self.executions, 'execution')}{groups}, {counted(self.calls, 'call')}, "
             f"{self.tokens_raw:,} {unit} recorded; a prefix cache could save {self.cache_hit:.0%} of the prompts; "
-            f"longest call {self.longest:,} {unit} ({' '.join(self.longest_call)})",
+            f"longest call {self.longest:,} {unit} ({' '.join(map(short, self.longest_call))})",
             f"  {'label':<18} {'calls':>7} {'prompt':>13} {'reusable':>9} {'completion':>11} {'longest':>9} "
             f"{'p50 s':>7} {'p99 s':>7}",
         ]

@@ -16,6 +16,7 @@ from trajtools.breaks import Analysis, Break, analyse
 from trajtools.choose import DEFAULT, Choice, Rules, choose, class_of
 from trajtools.forest import Mark, Segment
 from trajtools.recording import Execution
+from trajtools.words import short
 
 ALIKE = 3  # branches of one kind under one line that are folded into a row when there are more
 
@@ -255,9 +256,10 @@ def _folded(branches: list[Line]) -> tuple[list[Line], dict[tuple[str, str], lis
 
 
 def _label(line: Line, unit: str) -> str:
-    who = line.kind + (f" {line.agent}" if line.agent not in ("main", "") else "")
+    who = line.kind + (f" {short(line.agent)}" if line.agent not in ("main", "") else "")
     calls = "no call" if not line.calls else f"{len(line.calls)} call{'s' if len(line.calls) > 1 else ''}"
-    names = f" {line.calls[0]}" + (f"..{line.calls[-1]}" if len(line.calls) > 1 else "") if line.calls else ""
+    ends = [short(call) for call in (*line.calls[:1], *line.calls[1:][-1:])]
+    names = f" {'..'.join(ends)}" if ends else ""
     left = (
         f"  [{line.left_by} at {line.start:,}" + (f", {line.lost:,} lost" if line.lost else "") + "]"
         if line.left_by

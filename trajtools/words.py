@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from gyre_base.runblocks import Blocks
@@ -33,6 +33,20 @@ def plain_ids(ids: Sequence[int], shown: int = 12) -> str:
     if len(ids) <= 2 * shown:
         return " ".join(map(str, ids))
     return f"{' '.join(map(str, ids[:shown]))} … {' '.join(map(str, ids[-shown:]))}"
+
+
+def short(name: str) -> str:
+    """A name as it fits in a table: long ones (random ids) lose their middle. `named` finds them again."""
+    return name if len(name) <= 16 else f"{name[:8]}…{name[-4:]}"
+
+
+def named(given: str, names: Iterable[str]) -> list[str]:
+    """The names that a person can mean: the very one, else those with this short form, else with this beginning."""
+    names = list(names)
+    for fits in (lambda n: n == given, lambda n: short(n) == given, lambda n: n.startswith(given)):
+        if found := [n for n in names if fits(n)]:
+            return found
+    return []
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 from click.testing import CliRunner
-from trajbuild import Story, story
+from trajbuild import Story, make_call, story
 
 from gyre_base.runfile import ExecEnd, ExecStart, encode
 from gyre_cli.trajtools import main
@@ -223,3 +223,14 @@ def test_the_calls_of_a_run_come_with_the_outcomes_beside_them(source, tmp_path)
 def test_an_empty_folder_is_said_to_be_empty(tmp_path):
     done = run("dedup", tmp_path)
     assert done.exit_code == 2 and "no run files in" in done.stderr
+
+
+def test_long_ids_are_shortened_for_people_and_found_again_by_their_short_form_or_beginning(tmp_path):
+    names = ["cf68495905ed448292205651ccb4cde3", "cf77777705ed448292205651ccb4cde3"]
+    calls = [make_call(name, [1, 2], [i], label="main", seq=i, t0=i) for i, name in enumerate(names)]
+    (tmp_path / "in.jsonl").write_bytes(b"".join(map(encode, calls)))
+    assert "cf684959…cde3" in run("show", tmp_path / "in.jsonl").stdout
+    for given in ("cf684959…cde3", "cf68", names[0]):
+        assert orjson.loads(run("show", tmp_path / "in.jsonl", "-", given, "--json").stdout)["head"]["call"] == names[0]
+    both = run("show", tmp_path / "in.jsonl", "-", "cf")
+    assert both.exit_code == 2 and "several calls begin with cf" in both.stderr and names[1] in both.stderr
