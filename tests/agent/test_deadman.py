@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celld.agent import deadman
 from celld.agent.deadman import DeadMan, Verdict
+from gyre_base.allocation import Allocation
+from gyre_base.rundir import RunDir
 
 EVERY_S, SILENCE_S = 2.0, 20.0
 
@@ -53,3 +61,63 @@ def test_a_cell_that_stood_still_itself_gives_the_supervisor_another_chance(ends
         switch.saw(f"beat {now}", now)
         switch.verdict(now, EVERY_S)
     assert switch.verdict(now + gap, EVERY_S) is Verdict.ALIVE
+
+
+SCONTROL = """#!/bin/sh
+cd "$(dirname "$0")"
+case "$*" in
+  *"show job"*)
+    if [ -s away ]; then sed -i 1d away; echo "slurm_load_jobs error: Unable to contact slurm controller"; exit 1; fi
+    echo "JobId=7 JobState=$(cat state) Reason=None Restarts=$(cat restarts) BatchFlag=1" ;;
+  "requeue 7") echo asked >>requeued; echo PENDING >state; echo 1 >restarts ;;
+esac
+"""
+
+
+@pytest.fixture
+def controller(tmp_path, monkeypatch):
+    """A folder that stands for the controller: `state`, `restarts` of job 7, a line in `away` per failing call."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(SCONTROL)
+    (folder / "scontrol").chmod(0o755)
+    for name, word in {"state": "RUNNING", "restarts": "0", "away": ""}.items():
+        (folder / name).write_text(word)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(deadman, "AGAIN_S", 0.05)
+    return folder
+
+
+def allocation(restarts: int = 0) -> Allocation:
+    return Allocation(job="7", restarts=restarts, node="n1", nodelist="n[1-4]")
+
+
+def asked(controller: Path) -> int:
+    path = controller / "requeued"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+async def test_however_many_cells_are_orphaned_the_job_is_requeued_once(controller, tmp_path):
+    run = RunDir.create(tmp_path / "run")
+    said = await asyncio.gather(*(deadman.requeue(run, allocation()) for _ in range(4)))
+    assert asked(controller) == 1
+    assert sum(word == "requeued job 7" for word in said) == 1
+    assert sum("not ours" in word for word in said) == 3
+
+
+async def test_a_cell_of_an_earlier_life_requeues_nothing(controller, tmp_path):
+    (controller / "restarts").write_text("1")
+    said = await deadman.requeue(RunDir.create(tmp_path / "run"), allocation(restarts=0))
+    assert (asked(controller), "not ours" in said) == (0, True)
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])
+async def test_a_job_that_ends_already_is_left_alone(controller, tmp_path, state):
+    (controller / "state").write_text(state)
+    await deadman.requeue(RunDir.create(tmp_path / "run"), allocation())
+    assert asked(controller) == 0
+
+
+async def test_a_controller_that_is_away_is_asked_again(controller, tmp_path):
+    (controller / "away").write_text("1\n2\n3\n")
+    assert await deadman.requeue(RunDir.create(tmp_path / "run"), allocation()) == "requeued job 7"
