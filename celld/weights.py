@@ -5,12 +5,14 @@ too. Invariant: a snapshot that leaves `Transport.pull` has the digest that its 
 `write_hf` or `write_directory` made is whole, whatever dies in between. Everything is pulled: nobody writes into
 another cell.
 
-`Transport` is the seam for other ways to move the bytes; `SocketTransport` is the plain one, over the bus.
+`Transport` is the seam: `MooncakeTransport` reads from the core's slots, `SocketTransport` is the plain one over the
+bus, its fallback, and its oracle in tests.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -25,6 +27,8 @@ import numpy.typing as npt
 import xxhash
 from safetensors.numpy import save as safetensors_bytes
 
+from celld.transfer.bulk import Bulk
+from celld.transfer.engine import TransferFailed
 from gyre_base.bus import Client
 from gyre_base.keys import Keys
 from gyre_base.messages import PullWeights, Refused, WeightsSnapshot
@@ -32,6 +36,8 @@ from gyre_base.rundir import RunDir
 
 Array = npt.NDArray[np.float32]
 Layout = tuple[tuple[str, tuple[int, ...]], ...]
+SLOT = "weights"
+log = logging.getLogger(__name__)
 PULL_TRIES = 3  # a damaged answer is asked for again; three in a row are no accident
 
 
@@ -82,8 +88,19 @@ class Snapshot:
 class Transport(Protocol):
     """How a cell gets the core's weights."""
 
+    name: str
+
     async def pull(self, have: str, timeout_s: float) -> Snapshot | None:
         """The newest snapshot, or None if `have` is it. Raises WeightsError or bus.NoAnswer."""
+
+    def close(self) -> None:
+        """Close its connections."""
+
+
+def transport_to(run: RunDir, keys: Keys, source: str, bulk: Bulk | None) -> Transport:
+    """How this process gets the weights of `source`."""
+    plain = SocketTransport(run, keys, source)
+    return plain if bulk is None else MooncakeTransport(run, keys, source, bulk, plain)
 
 
 class SocketTransport:
@@ -110,18 +127,54 @@ class SocketTransport:
         self._client.close()
 
 
-class Published:
-    """The snapshot that a core offers; what `SocketTransport` asks."""
+class MooncakeTransport:
+    """One-sided reads from a slot of the core; chunks that did not change since the last pull are not read again."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDir, keys: Keys, source: str, bulk: Bulk, plain: SocketTransport) -> None:
+        self._client, self._bulk, self._plain = Client(run, keys, source), bulk, plain
+        self.name = bulk.name
+
+    async def pull(self, have: str, timeout_s: float) -> Snapshot | None:
+        question = PullWeights(have=have, by="mooncake")
+        answer = await self._client.ask(question, timeout_s=timeout_s, again_every_s=timeout_s / 3)
+        if isinstance(answer, Refused):
+            raise WeightsError(f"{self._client.server} gives no weights: {answer.why}")
+        if answer.version == have and answer.slot is None:
+            return None
+        try:
+            answer = await self._bulk.filled(answer, self._client)
+        except TransferFailed as error:
+            log.error("%s; these weights come over the bus", error)
+            return await self._plain.pull(have, timeout_s)
+        snapshot = Snapshot(answer.version, answer.layout, answer.digest, answer.payload)
+        return snapshot if snapshot.is_whole() else await self._plain.pull(have, timeout_s)
+
+    def close(self) -> None:
+        self._client.close()
+        self._plain.close()
+
+
+class Published:
+    """The snapshot that a core offers, on the bus and, with `bulk`, in a slot."""
+
+    def __init__(self, bulk: Bulk | None = None) -> None:
+        self._bulk = bulk
         self.snapshot: Snapshot | None = None
+
+    def publish(self, snapshot: Snapshot) -> None:
+        if self._bulk is not None:
+            self._bulk.shelf.put(SLOT, snapshot.payload)
+        self.snapshot = snapshot
 
     def answer(self, question: PullWeights) -> WeightsSnapshot | Refused:
         held = self.snapshot
         if held is None:
             return Refused(why="no version is published yet")
         payload = b"" if question.have == held.version else held.payload
-        return WeightsSnapshot(version=held.version, layout=held.layout, digest=held.digest, payload=payload)
+        answer = WeightsSnapshot(version=held.version, layout=held.layout, digest=held.digest, payload=payload)
+        if self._bulk is None or question.by != "mooncake" or not payload:
+            return answer
+        return self._bulk.emptied(answer, SLOT)
 
 
 def digest(version: str, layout: Layout, payload: bytes) -> str:

@@ -19,7 +19,8 @@ from celld.agent.switching import Switcher
 from celld.agent.vitals import Vitals
 from celld.engine_client import EngineClient, EngineError
 from celld.sglang.launch import command as sglang_command
-from celld.weights import SocketTransport, WeightsError
+from celld.transfer.bulk import open_bulk
+from celld.weights import WeightsError, transport_to
 from gyre_base import config as configuration
 from gyre_base import messages as m
 from gyre_base.allocation import Allocation, own_address
@@ -53,7 +54,7 @@ class AgentShell(Shell):
         self._server = server
         self._cellctl = Client(run, keys, "cellctl", identity=f"celld:{cell}:{life}")
         self._rank = Client(run, keys, f"rank-{cell}")
-        self._transport = SocketTransport(run, keys, "rank-c0")
+        self._transport = transport_to(run, keys, "rank-c0", open_bulk(config.cluster))
         folder = run.path("weights", cell)
         folder.mkdir(mode=0o700, exist_ok=True)
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from celld.transfer.bulk import Bulk
 from celld.weights import Published, Snapshot, SocketTransport, WeightsError
 from gyre_base import messages as m
 from gyre_base.bus import Client, NoAnswer
@@ -72,6 +73,7 @@ class EmulatedRank:
         self.cellctl = Client(run, keys, "cellctl", identity=f"rank:{cell}:{life}")
         self.transport = SocketTransport(run, keys, f"rank-{self.cells[0]}")
         self.peers = {c: Client(run, keys, f"rank-{c}") for c in self.cells[1:]} if self.core else {}
+        self.bulk: Bulk | None = None  # nothing is large here
         self.published = Published()
         self.version: PolicyVersion | None = None
         self.sum: Sum | None = None
@@ -118,7 +120,7 @@ class EmulatedRank:
 
     def _publish(self) -> None:
         assert self.version is not None
-        self.published.snapshot = Snapshot.of(str(self.version), {"emulated": np.zeros(1, dtype=np.float32)})
+        self.published.publish(Snapshot.of(str(self.version), {"emulated": np.zeros(1, dtype=np.float32)}))
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 

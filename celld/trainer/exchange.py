@@ -1,7 +1,8 @@
 """How the core gets the gradient sums of a batch: pulled from each satellite, checked, in the cells' order.
 
 Owns the questions to satellites. Never adds, never speaks to trajd. Invariant: a `Computed` that comes out holds
-exactly the micro-steps that were asked for. The bus carries the bytes now; another transport takes this class's place.
+exactly the micro-steps that were asked for. With `bulk` the bytes are read from a slot of the satellite,
+and over the bus if that fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections.abc import Sequence
 
 from celld.trainer.gradients import BatchSum, Computed, ContributionDamaged, received
+from celld.transfer.bulk import Bulk
+from celld.transfer.engine import TransferFailed
 from gyre_base.bus import Client, NoAnswer
 from gyre_base.keys import Keys
 from gyre_base.messages import Contribution, GradientSum, PullGradient, Refused
@@ -24,8 +27,17 @@ TURN_S = 2.0  # between two looks at the endpoint of a silent satellite
 class GradientExchange:
     """The core's side."""
 
-    def __init__(self, run: RunDir, keys: Keys, cells: Sequence[str], *, size: int, patience_s: float) -> None:
-        self._run, self._size, self._patience_s = run, size, patience_s
+    def __init__(
+        self,
+        run: RunDir,
+        keys: Keys,
+        cells: Sequence[str],
+        *,
+        size: int,
+        patience_s: float,
+        bulk: Bulk | None = None,
+    ) -> None:
+        self._run, self._size, self._patience_s, self._bulk = run, size, patience_s, bulk
         self._clients = {cell: Client(run, keys, f"rank-{cell}") for cell in cells}
 
     async def pull(self, batch: int, parts: Sequence[Contribution], own: BatchSum | None) -> list[Computed | None]:
@@ -47,14 +59,22 @@ class GradientExchange:
 
     async def _ask(self, batch: int, part: Contribution) -> GradientSum | Refused:
         """Ask in short turns: a rank that was started again shows in its endpoint and needs no waiting out."""
-        question, deadline = PullGradient(batch=batch, life=part.life), time.monotonic() + self._patience_s
+        by = "socket" if self._bulk is None else "mooncake"
+        question, deadline = PullGradient(batch=batch, life=part.life, by=by), time.monotonic() + self._patience_s
         while time.monotonic() < deadline:
             endpoint = self._run.endpoint(f"rank-{part.cell}")
             if endpoint is None or endpoint.life != part.life:
                 return Refused(why=f"life {part.life} of {part.cell} is over")
             try:
-                answer: GradientSum | Refused = await self._clients[part.cell].ask(question, timeout_s=TURN_S)
-                return answer
+                client = self._clients[part.cell]
+                answer: GradientSum | Refused = await client.ask(question, timeout_s=TURN_S)
+                if self._bulk is None or isinstance(answer, Refused):
+                    return answer
+                filled: GradientSum = await self._bulk.filled(answer, client)
+                return filled
+            except TransferFailed as error:
+                log.error("%s; this sum comes over the bus", error)
+                question = PullGradient(batch=batch, life=part.life)
             except NoAnswer:
                 continue
         raise NoAnswer(f"rank-{part.cell} does not answer")

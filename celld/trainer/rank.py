@@ -33,7 +33,8 @@ from celld.trainer.exchange import GradientExchange
 from celld.trainer.gradients import BatchSum, Computed
 from celld.trainer.model import Policy, read_tensors
 from celld.trainer.optimizer import AdamW, learning_rate
-from celld.weights import Published, Snapshot, SocketTransport, WeightsError
+from celld.transfer.bulk import open_bulk
+from celld.weights import Published, Snapshot, WeightsError, transport_to
 from gyre_base import messages as m
 from gyre_base.bus import Client, NoAnswer
 from gyre_base.config import Config
@@ -62,8 +63,9 @@ class Rank:
         self.cells = [f"c{i}" for i in range(config.cluster.cells)]
         self.trajd = Client(run, keys, "trajd", identity=f"rank:{cell}:{life}")
         self.cellctl = Client(run, keys, "cellctl", identity=f"rank:{cell}:{life}")
-        self.transport = SocketTransport(run, keys, f"rank-{self.cells[0]}")
-        self.published = Published()
+        self.bulk = open_bulk(config.cluster)
+        self.transport = transport_to(run, keys, f"rank-{self.cells[0]}", self.bulk)
+        self.published = Published(self.bulk)
         self.version: PolicyVersion | None = None  # None: a satellite that has not pulled yet
         self.sum: BatchSum | None = None
         self.next_batch = 0
@@ -94,7 +96,9 @@ class Rank:
         if self.core:
             self.optimizer = AdamW(self.policy, trainer)
             patience_s = self.config.cluster.peer_timeout_s
-            self.exchange = GradientExchange(self.run, self.keys, self.cells[1:], size=size, patience_s=patience_s)
+            self.exchange = GradientExchange(
+                self.run, self.keys, self.cells[1:], size=size, patience_s=patience_s, bulk=self.bulk
+            )
             await self.in_thread(self.restore)
             await self.in_thread(self.publish)
 
@@ -279,7 +283,7 @@ class Rank:
         return gradients.metrics(whole.stats) | {"grad_norm": norm, "lr": lr, "executions": float(executions)}
 
     def publish(self) -> None:
-        self.published.snapshot = Snapshot.of(str(self.version), self.policy.hf_arrays())
+        self.published.publish(Snapshot.of(str(self.version), self.policy.hf_arrays()))
 
     async def save(self) -> m.CheckpointSaved:
         """A durable checkpoint of the present weights; a second call for the same ones writes nothing."""

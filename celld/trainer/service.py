@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from celld.trainer.rank import Rank
 
 log = logging.getLogger(__name__)
+SUM = "gradient sum"  # its name on the shelf
 
 
 class RankService:
@@ -51,7 +52,8 @@ class RankService:
 
     async def _answer(self, received: Received) -> None:
         reply = await self.reply(received.message)
-        await self._server.send(received.peer, reply, received.correlation)
+        if reply is not None:
+            await self._server.send(received.peer, reply, received.correlation)
 
     async def reply(self, message: Any) -> Any:
         rank = self._rank
@@ -60,6 +62,8 @@ class RankService:
                 return await self._gradient(message)
             case m.PullWeights() if rank.core:
                 return rank.published.answer(message)
+            case m.SlotDone(lease=lease):
+                return rank.bulk.shelf.done(lease) if rank.bulk is not None else None
             case m.StartTraining(epoch=epoch):
                 if self._is_new(epoch):
                     rank.may_claim.set()
@@ -94,7 +98,11 @@ class RankService:
             held = rank.sum
             if question.life != rank.life or held is None or held.batch != question.batch:
                 return m.Refused(why=f"{rank.cell} in life {rank.life} has no sum for batch {question.batch}")
-            return held.message()
+            if rank.bulk is None or question.by != "mooncake":
+                return held.message()
+            message = held.message()
+            rank.bulk.shelf.put(SUM, message.payload)
+            return rank.bulk.emptied(message, SUM)
 
     async def _save(self) -> m.CheckpointSaved:
         saved = await self._rank.save()

@@ -19,6 +19,7 @@ import torch
 from celld.tiny import model as tiny
 from celld.trainer import loss as losses
 from celld.trainer import tree
+from celld.transfer.engine import installed
 from celld.weights import SocketTransport
 from gyre_base import config as configuration
 from gyre_base import messages as m
@@ -34,8 +35,8 @@ START_S, STEP_S = 90.0, 45.0
 class World:
     """The run directory, its daemons and its rank processes."""
 
-    def __init__(self, run: RunDir, keys, fake: FakeTrajd) -> None:
-        self.run, self.keys, self.fake = run, keys, fake
+    def __init__(self, run: RunDir, keys, fake: FakeTrajd, transport: str) -> None:
+        self.run, self.keys, self.fake, self.transport = run, keys, fake, transport
         self.processes: dict[str, subprocess.Popen] = {}
         self.clients: dict[str, Client] = {}
 
@@ -69,13 +70,15 @@ class World:
             await asyncio.sleep(0.02)
 
 
-@pytest.fixture
-async def world(tmp_path, reference):
+@pytest.fixture(params=["socket", "mooncake"])
+async def world(request, tmp_path, reference):
+    if request.param == "mooncake" and not installed():
+        pytest.skip("mooncake can't be imported: the extra and libibverbs1")
     run = RunDir.create(tmp_path / "run")
     keys = make_keys(run)
     tiny.save(reference, tmp_path / "model")
     tree_ = {
-        "cluster": {"cells": 2, "peer_timeout_s": 3.0},
+        "cluster": {"cells": 2, "peer_timeout_s": 3.0, "transport": request.param},
         "model": {"path": str(tmp_path / "model")},
         "trainer": {"checkpoint_every_steps": 2, "sequence_clip_low": 0.1, "sequence_clip_high": 9.0},
     }
@@ -87,7 +90,7 @@ async def world(tmp_path, reference):
     zero = batches[0]["b0.s0"].executions[0]
     steps = (dataclasses.replace(zero, advantage=0.0), *batches[0]["b0.s0"].executions[1:])
     batches[0]["b0.s0"] = dataclasses.replace(batches[0]["b0.s0"], executions=steps)
-    world = World(run, keys, FakeTrajd(batches))
+    world = World(run, keys, FakeTrajd(batches), request.param)
     served = [await serve(world.fake, run, keys, name) for name in ("trajd", "cellctl")]
     yield world
     for process in world.processes.values():
@@ -123,6 +126,8 @@ async def test_a_batch_survives_the_death_of_every_rank(world, policy, reference
     world.start("c0")
     world.start("c1")
     await asyncio.gather(world.train("c0", 1, 1), world.train("c1", 1, 1))
+    (row,) = (await world.ask("c1", m.StatusRequest())).rows
+    assert row["transport"] == {"socket": "socket", "mooncake": "mooncake over tcp"}[world.transport]
 
     # Both contribute to batch 0, although trajd refused one commit and its rank had to drop its sum.
     await world.until(lambda: len(fake.steps) == 1)

@@ -1,0 +1,188 @@
+"""Bulk bytes over the real Mooncake between two processes: whole or not at all, whatever the other side does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from celld.transfer.engine import OPERATION_BYTES, TransferEngine, TransferFailed, TransferUnavailable, installed
+from celld.transfer.reader import Reader
+from celld.transfer.shelf import LEASE_S, Shelf
+from gyre_base.messages import RemoteSlot
+from tests.trainer.mooncake_owner import payload
+
+pytestmark = pytest.mark.skipif(not installed(), reason="mooncake can't be imported: the extra and libibverbs1")
+THREE = 3 * OPERATION_BYTES - 1000  # bytes; the last chunk is short
+
+
+class Owner:
+    """Another process's shelf."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.mooncake_owner"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        """Its next answer; the library has words of its own on stdout."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(("ready", "ok", "{")):
+                return line.strip()
+        raise AssertionError("the owner has ended")
+
+    def say(self, *words: object) -> str:
+        assert self.process.stdin is not None
+        print(*words, file=self.process.stdin, flush=True)
+        return self._line()
+
+    def offer(self) -> RemoteSlot:
+        return msgspec.json.decode(self.say("offer"), type=RemoteSlot)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def engine() -> TransferEngine:
+    return TransferEngine("127.0.0.1")
+
+
+@pytest.mark.parametrize("size", [1, 1000, OPERATION_BYTES, THREE])
+def test_a_slot_is_read_whole(owner: Owner, engine: TransferEngine, size: int):
+    owner.say("put", size, 1)
+    assert Reader(engine).fetch(owner.offer()) == payload(size, 1)
+
+
+def test_equal_chunks_are_not_read_again(owner: Owner, engine: TransferEngine):
+    reader = Reader(engine)
+    owner.say("put", THREE, 1)
+    reader.fetch(owner.offer())
+    assert reader.fetch(owner.offer()) == payload(THREE, 1)
+    assert (reader.fetched_bytes, reader.reused_bytes) == (THREE, THREE)
+
+
+def test_a_newer_version_is_another_slot_while_the_old_one_is_read(owner: Owner, engine: TransferEngine):
+    owner.say("put", THREE, 1)
+    old = owner.offer()
+    owner.say("put", THREE, 2)
+    assert Reader(engine).fetch(old) == payload(THREE, 1)
+    owner.say("done", old.lease)
+    owner.say("put", THREE, 3)
+    owner.say("put", THREE, 4)  # into the slot that is free again
+    with pytest.raises(TransferFailed, match="not what it offered"):
+        Reader(engine).fetch(old)
+
+
+def test_a_wrong_byte_is_found_and_read_again(owner: Owner, engine: TransferEngine):
+    owner.say("put", THREE, 1)
+    slot = owner.offer()
+    owner.say("spoil", OPERATION_BYTES + 5)
+    reader = Reader(engine)
+    with pytest.raises(TransferFailed):
+        reader.fetch(slot)
+    owner.say("spoil", OPERATION_BYTES + 5)  # right again
+    before = reader.fetched_bytes
+    assert reader.fetch(slot) == payload(THREE, 1)
+    assert reader.fetched_bytes - before == OPERATION_BYTES  # the other chunks were confirmed
+
+
+def test_a_dead_owner_is_a_failure_and_its_successor_serves_the_rest(engine: TransferEngine):
+    first, reader = Owner(), Reader(engine)
+    try:
+        first.say("put", THREE, 1)
+        slot = first.offer()
+        assert reader.fetch(slot) == payload(THREE, 1)
+    finally:
+        first.process.kill()
+        first.process.wait()
+    with pytest.raises(TransferFailed):
+        Reader(engine).fetch(slot)
+    second = Owner()
+    try:
+        second.say("put", THREE, 1)
+        before = reader.fetched_bytes
+        assert reader.fetch(second.offer()) == payload(THREE, 1)
+        assert reader.fetched_bytes == before  # the same bytes from another peer need no reading
+    finally:
+        second.process.kill()
+        second.process.wait()
+
+
+def test_a_stopped_owner_is_given_up_and_read_after_it_goes_on(owner: Owner, engine: TransferEngine):
+    owner.say("put", THREE, 1)
+    slot = owner.offer()
+    os.kill(owner.process.pid, signal.SIGSTOP)
+    reader = Reader(TransferEngine("127.0.0.1", patience_s=0.2))
+    with pytest.raises(TransferFailed, match="gave nothing"):
+        reader.fetch(slot)
+    os.kill(owner.process.pid, signal.SIGCONT)
+    reader = Reader(engine)
+    assert reader.fetch(slot) == payload(THREE, 1)
+
+
+def test_an_address_that_is_not_a_slot_is_refused(owner: Owner, engine: TransferEngine):
+    owner.say("put", 1000, 1)
+    slot = owner.offer()
+    past = RemoteSlot(
+        peer=slot.peer, address=slot.address + 900, size=1000, chunk_bytes=slot.chunk_bytes, digests=(1,), lease=0
+    )
+    with pytest.raises(TransferFailed):
+        Reader(engine).fetch(past)
+    assert Reader(engine).fetch(owner.offer()) == payload(1000, 1)
+
+
+def test_rdma_without_an_adapter_is_said():
+    with pytest.raises(TransferUnavailable, match="transfer_protocol"):
+        TransferEngine("127.0.0.1", "rdma")
+
+
+class Registry:
+    """An engine that only counts."""
+
+    peer = "nowhere:1"
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def register(self, buffer: np.ndarray) -> None:
+        self.sizes.append(buffer.nbytes)
+
+
+def test_slots_are_used_again_once_their_leases_are_over():
+    now = [0.0]
+    registry = Registry()
+    shelf = Shelf(registry, clock=lambda: now[0])  # type: ignore[arg-type]
+    shelf.put("weights", b"a" * 100)
+    lease = shelf.offer("weights")
+    shelf.put("weights", b"b" * 100)
+    assert len(registry.sizes) == 2
+    shelf.put("weights", b"c" * 100)  # the first is leased, the second is the newest
+    assert len(registry.sizes) == 3
+    shelf.done(lease.lease)
+    shelf.put("weights", b"d" * 100)
+    assert len(registry.sizes) == 3
+    shelf.offer("weights")
+    now[0] += LEASE_S + 1
+    for letter in b"ef":
+        shelf.put("weights", bytes([letter]) * 100)
+    assert len(registry.sizes) == 3
+    assert np.frombuffer(b"f" * 100, dtype=np.uint8).tolist() == list(shelf._newest["weights"].buffer)
