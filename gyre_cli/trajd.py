@@ -35,7 +35,7 @@ def intake(folder: str, listen: str, token_file: str | None) -> None:
     from pathlib import Path
 
     from gyre_base.daemon import stop_on_signals
-    from trajtools.trajd.intake import run_intake
+    from trajtools.trajd.intake import Taken, run_intake
 
     if not listen.startswith(("unix:", "tcp:")):
         common.fail(f"{listen}: an address is unix:PATH or tcp:HOST:PORT", common.USAGE)
@@ -50,8 +50,36 @@ def intake(folder: str, listen: str, token_file: str | None) -> None:
 
     try:
         asyncio.run(serve())
+    except Taken as error:
+        common.fail(str(error), common.REFUSED)
     except OSError as error:
         common.fail(f"stopped: {error}; what was acknowledged is on disk", common.NO)
+
+
+@main.command()
+@click.argument("source", type=click.Path(exists=True))
+@click.option("--to", "address", required=True, metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT of an intake.")
+@click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="What the intake wants to hear.")
+@click.option("--freeze", is_flag=True, help="Freeze each execution behind its last call; prints its digest.")
+@json_option
+def send(source: str, address: str, token_file: str | None, freeze: bool, as_json: bool) -> None:
+    """Send a recording (whatever trajtools reads) to an intake; exit 1 if something of it was refused."""
+    import asyncio
+    from pathlib import Path
+
+    from trajtools.trajd import sending
+
+    if not address.startswith(("unix:", "tcp:")):
+        common.fail(f"{address}: an address is unix:PATH or tcp:HOST:PORT", common.USAGE)
+    token = Path(token_file).read_text().strip() if token_file else ""
+    try:
+        sent = asyncio.run(sending.send(Path(source), address, token=token, freeze=freeze))
+    except sending.NotSent as error:
+        common.fail(str(error), common.NO)
+    except OSError as error:
+        common.fail(f"no intake answers at {address}: {error.strerror or error}", common.NO_ANSWER)
+    common.print_json([sent.as_json()]) if as_json else click.echo("\n".join(sent.lines()))
+    raise SystemExit(0 if sent.ok else common.NO)
 
 
 @main.command()

@@ -10,11 +10,15 @@ import sys
 
 import msgpack
 import numpy as np
+import orjson
 import pytest
 from trajbuild import make_call, random_execution
 
+from gyre_base.runfile import Reward, encode
 from trajtools.load import load
-from trajtools.trajd.intake import HEAD, Intake, Store, call_frame, pack_frame
+from trajtools.trajd.frames import HEAD, call_frame, pack_frame
+from trajtools.trajd.intake import Intake, Taken, run_intake
+from trajtools.trajd.store import Store
 
 
 def unpacked(frame):
@@ -178,3 +182,102 @@ async def test_a_killed_intake_has_on_disk_what_it_acknowledged(tmp_path):
     child.stdout.close()
     [execution] = load(tmp_path / "calls").executions.values()
     assert {m.id for m in execution.forest.marks()} >= set(acknowledged)
+
+
+def test_a_refused_frame_leaves_no_trace_so_it_can_be_sent_again():
+    store = Store()
+    about = {"exec": "e", "call": "a", "level": "text"}
+    refused, line = store.take({"op": "call", "about": about, "sizes": [0, 0, -1]}, b"")
+    assert not refused["ok"] and "token ids" in refused["why"] and not line
+    assert take(store, pack_frame({"op": "freeze", "exec": "e"}))[0]["why"] == "no execution e"
+    assert take(store, call_frame(make_call("a")))[0]["state"] == "stored"
+
+
+def test_a_retired_execution_is_a_name_that_is_never_taken_again():
+    store = Store()
+    take(store, call_frame(make_call("a")))
+    early, _ = take(store, pack_frame({"op": "retire", "exec": "e"}))
+    assert not early["ok"] and "freeze it first" in early["why"]
+    take(store, pack_frame({"op": "freeze", "exec": "e"}))
+    assert take(store, pack_frame({"op": "retire", "exec": "e"}))[0] == {"ok": True, "exec": "e", "state": "retired"}
+    assert take(store, pack_frame({"op": "retire", "exec": "e"}))[0]["state"] == "duplicate"
+    for frame in (call_frame(make_call("b")), pack_frame({"op": "freeze", "exec": "e"})):
+        assert take(store, frame)[0]["why"] == "retired"
+
+
+async def test_a_restart_knows_what_is_frozen_and_what_is_retired(tmp_path):
+    _, client, stop = await started(tmp_path)
+    one = await client()
+    for name in ("e", "f"):
+        await one.ask(call_frame(make_call("a", execution=name)))
+    frozen = await one.ask(pack_frame({"op": "freeze", "exec": "e"}))
+    await one.ask(pack_frame({"op": "freeze", "exec": "f"}))
+    await one.ask(pack_frame({"op": "retire", "exec": "f"}))
+    await stop()
+    _, client, stop = await started(tmp_path)
+    two = await client()
+    assert await two.ask(pack_frame({"op": "freeze", "exec": "e"})) == frozen
+    assert (await two.ask(call_frame(make_call("b", execution="e"))))["why"] == "frozen"
+    assert (await two.ask(call_frame(make_call("b", execution="f"))))["why"] == "retired"
+    await stop()
+
+
+async def test_whole_prompts_are_stored_once(tmp_path):
+    intake, client, stop = await started(tmp_path)
+    one = await client()
+    text = list(range(1000, 3000))
+    for i in range(30):
+        assert (await one.ask(call_frame(make_call(f"c{i}", text, (i, i), seq=i))))["ok"]
+        text = [*text, i, i, 7, 8]
+    await stop()
+    assert intake.path.stat().st_size < 2 * 2000 * 5 + 30 * 400  # one whole prompt, a keyframe at most, thirty heads
+    forest = load(intake.path).executions["e"].forest
+    assert forest.prompt_tokens == sum(2000 + 4 * i for i in range(30))
+
+
+async def test_one_intake_per_folder_and_per_address(tmp_path):
+    _, _, stop = await started(tmp_path)
+    with pytest.raises(Taken, match="another intake"):
+        Intake(tmp_path)
+    with pytest.raises(Taken, match="listens"):
+        await run_intake(tmp_path / "other", f"unix:{tmp_path / 'socket'}", stop=asyncio.Event())
+    await stop()
+    stopped = asyncio.Event()
+    stopped.set()
+    await run_intake(tmp_path, f"unix:{tmp_path / 'socket'}", stop=stopped)  # a dead one's socket is in nobody's way
+
+
+def test_a_recording_is_sent_by_command_twice_with_one_result(tmp_path):
+    lines = [encode(c) for i in range(3) for c in random_execution(np.random.default_rng(i), execution=f"e{i}")]
+    (tmp_path / "in.jsonl").write_bytes(b"".join([*lines, encode(Reward(exec="e1", status="scored", value=0.5))]))
+    (tmp_path / "token").write_text("secret\n")
+    address, token = f"unix:{tmp_path / 's'}", ["--token-file", str(tmp_path / "token")]
+    trajd = [sys.executable, "-m", "gyre_cli.trajd"]
+    send = [*trajd, "send", str(tmp_path / "in.jsonl"), "--to", address]
+
+    def sent(*options):
+        return subprocess.run([*send, *options], capture_output=True, text=True)
+
+    listen = [*trajd, "intake", str(tmp_path / "calls"), "--listen", address, *token]
+    child = subprocess.Popen(listen, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline().strip() == address
+        first, second = (sent(*token, "--freeze", "--json") for _ in range(2))
+        told = orjson.loads(first.stdout)
+        assert (first.returncode, told["states"]) == (0, {"stored": len(lines) + 1})
+        assert (second.returncode, orjson.loads(second.stdout)) == (
+            0,
+            {**told, "states": {"duplicate": len(lines) + 1}},
+        )
+        wrong = sent()
+        assert wrong.returncode == 1 and "error:" in wrong.stderr
+    finally:
+        child.terminate()
+        child.wait()
+        child.stdout.close()
+    gone = sent()
+    assert gone.returncode == 3 and "no intake answers" in gone.stderr
+    before, after = load(tmp_path / "in.jsonl").executions, load(tmp_path / "calls").executions
+    assert {n: e.forest.digest() for n, e in before.items()} == {n: e.forest.digest() for n, e in after.items()}
+    assert {f["exec"]: f["digest"] for f in told["frozen"]} == {n: e.forest.digest() for n, e in before.items()}
+    assert after["e1"].reward.value == 0.5
