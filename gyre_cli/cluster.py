@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import re
 import signal
@@ -41,6 +40,7 @@ ASK_AGAIN_S = 3.0  # a step that ended while the controller is away, or whose lo
 ENDING_PAUSE_S = 6.0  # a step that Slurm told to end is not started again before it is known why
 STEP_STOP_S = 5.0  # for the answer to a stop
 TERM_BUDGET_S = 20.0  # of the 30 s that Slurm leaves between TERM and KILL by default
+SAVING_S = 60.0  # at least, for a save by message, if the job's end leaves it
 REQUEUE_S = 600.0
 
 
@@ -274,8 +274,9 @@ class ClusterSupervisor(Supervisor):
         client = Client(self._run, self._keys, "cellctl") if self._keys is not None else None
         if client is None:
             return
-        until = self._ends_at - saving.ENDING_S if self._ends_at else math.inf
-        until = min(until, time.time() + max(self._plan.window_s, saving.ENDING_S) - saving.ENDING_S)
+        until = time.time() + max(self._plan.window_s, SAVING_S)
+        if self._ends_at:
+            until = min(until, self._ends_at - saving.ENDING_S)
         try:
             told = False
             while self._save_first and time.time() < until:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.slurm.minislurm import Cluster
 from tests.slurm.running import JobRun, emulated, whole
 
-pytest.importorskip("submitit")
 LONG = 10
 
 

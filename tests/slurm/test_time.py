@@ -37,6 +37,21 @@ def test_warned_before_the_time_limit_it_saves_requeues_and_resumes_with_nothing
         assert run.restarts() == 1
 
 
+def test_slurms_own_warning_before_a_real_time_limit(quiet_slurm: Cluster, tmp_path: Path, no_model: Path) -> None:
+    """Slurm looks about twice a minute and warns up to a minute early: here between 60 and 120 s after the start."""
+    tree = emulated(tmp_path, scheduler__steps=200, cluster__save_window_s=5.0)
+    with JobRun(quiet_slurm, tmp_path, no_model, tree) as run:
+        run.submit(time_limit="3", signal="B:USR1@60")
+        run.until_life(1, 240)
+        assert "leaving: Slurm warned us (USR1)" in run.err()
+        saved = int(saved_version(run).partition(".")[2])
+        assert len(run.batches()) == saved > 0
+        status = run.until(lambda s: s["step"] > saved + 2)
+        assert status["executions"]["train"]["scored"] >= 8 * saved, "what had finished before was not done again"
+        batches = run.batches()
+        assert batches == list(range(len(batches)))
+
+
 def test_little_time_left_by_its_own_clock_and_no_signal_at_all(
     quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
