@@ -45,7 +45,7 @@ class Where:
 def examine(folder: Path, config_file: Path, where: Where) -> list[Finding]:
     """All findings, in the order in which a reader wants them."""
     config = configuration.load(config_file) if config_file.exists() else Config()
-    here = probe.facts()
+    here = probe.facts(engine_python=config.engine.python)
     around = Allocation.here()
     findings = [*of_here(here, around), *of_own_folder(folder)]
     if not slurm.here():
@@ -131,7 +131,7 @@ def of_job(job: str) -> list[Finding]:
 
 def step_line(job: str, config: Config, where: Where) -> tuple[list[str], int]:
     """(srun line, number of nodes). Raises SlurmError for a job that does not run."""
-    command = [*(config.cluster.python or (sys.executable,)), "-u", "-m", "gyre_cli.probe"]
+    command = [*(config.cluster.python or (sys.executable,)), "-u", "-m", "gyre_cli.probe", config.engine.python]
     if job:
         found = slurm.job(job)
         if found is None or found.state != "RUNNING":

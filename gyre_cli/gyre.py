@@ -245,7 +245,12 @@ def stop(run_dir: str | None) -> None:
     lock = run.path("lives", "supervisor.lock")
     holder = _holder(lock)
     if holder is None:
-        common.fail(f"nothing runs for {run.root}", common.NO_ANSWER)
+        from gyre_cli import remote
+
+        code = remote.again_inside(str(run.root))  # locks of other nodes may not be felt here
+        if code is None:
+            common.fail(f"nothing runs for {run.root}", common.NO_ANSWER)
+        raise SystemExit(code)
     try:
         common.ask(run_dir, "supervisor", m.OperatorOrder(verb="stop"))
     except NoAnswer:

@@ -22,6 +22,7 @@ from gyre_cli.script import Script
 
 SIGNAL_EARLY_S = 60.0  # Slurm looks every half minute, so its warning comes up to this much before it was asked for
 JOURNAL_TAIL_BYTES = 32 * 2**20
+TRAINER_GPUS = 1  # a cell has one rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +113,30 @@ def gpus_per_cell(plan: Plan) -> int:
     return (plan.script.gpus or 0) // max(1, -(-cells // nodes))
 
 
+def engine_gpus(config: Config) -> int:
+    """GPUs that the engine of a cell works on; 0 for one that needs none."""
+    engine = config.engine
+    return engine.tensor_parallel if engine.kind == "sglang" and engine.device == "cuda" else 0
+
+
 def memory_rows(plan: Plan) -> list[dict[str, Any]]:
+    """A row per role, with the GPUs of the cell that it is spread over and its share on one of them; none where the
+    role lives in the node's memory.
+    """
     model = memory.read_model(Path(plan.config.model.path))
     if model is None:
         return []
     engine, trainer = plan.config.engine, plan.config.trainer
-    return memory.roles(
+    rows = memory.roles(
         model,
         context_length=engine.context_length,
         running=engine.max_running_requests,
         micro_step_tokens=trainer.micro_step_tokens,
     )
+    for row in rows:
+        gpus = (engine_gpus(plan.config) if row["role"] == "rollout" else TRAINER_GPUS) if plan.script.gpus else 0
+        row |= {"gpus": gpus, "per_gpu_gib": round(row["least_gib"] / gpus, 4) if gpus else None}
+    return rows
 
 
 def time_budget(plan: Plan, measured: Measured) -> dict[str, Any]:
@@ -167,12 +181,10 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
         "policy": config.scheduler.policy,
         "steps": config.scheduler.steps,
     }
-    gpus = gpus_per_cell(plan)
-    roles = [{**row, "per_gpu_gib": round(row["least_gib"] / gpus, 4) if gpus else None} for row in memory_rows(plan)]
     return [
         job,
         *node_rows(plan),
-        *roles,
+        *memory_rows(plan),
         *port_rows(config),
         {"time": "one life", **time_budget(plan, measure(plan.run))},
     ]

@@ -25,6 +25,7 @@ from typing import Any
 
 TRANSFER = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
 PACKAGES = ("gyre-rl", "torch", "sglang", "megatron-core", *TRANSFER, "transformers", "pyzmq", "submitit")
+ENGINE = ("sglang",)
 PROGRAMS = ("bwrap", "apptainer", "enroot", "scontrol")
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 CONNECT_S = 3.0
@@ -32,8 +33,8 @@ VISIBLE_S = 15.0  # NFS clients keep directory listings for up to a minute, name
 WATCH_S = 1.0  # how long the replaced file is read again and again
 
 
-def facts(port: int = 0) -> dict[str, Any]:
-    """This node as it is."""
+def facts(port: int = 0, engine_python: str = "") -> dict[str, Any]:
+    """This node as it is; `engine_python` is the interpreter of an environment of the engine's own."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     return {
         "node": name,
@@ -42,7 +43,7 @@ def facts(port: int = 0) -> dict[str, Any]:
         "at": time.time(),
         "address": address_of(name),
         "python": ".".join(map(str, sys.version_info[:3])),
-        "packages": {package: version for package in PACKAGES if (version := installed(package))},
+        "packages": {**packages(), **(packages_of(engine_python) if engine_python else {})},
         "programs": [program for program in PROGRAMS if shutil.which(program)],
         "limits": {key: resource.getrlimit(limit)[0] for key, limit in LIMITS.items()},
         "gpus": gpus(),
@@ -59,6 +60,21 @@ def address_of(name: str) -> str:
         return socket.gethostbyname(name)
     except OSError:
         return ""
+
+
+def packages() -> dict[str, str]:
+    return {package: version for package in PACKAGES if (version := installed(package))}
+
+
+def packages_of(python: str) -> dict[str, str]:
+    """The engine's libraries in another environment; empty if its interpreter can't be run."""
+    words = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+    try:
+        done = subprocess.run([python, "-c", words], capture_output=True, text=True, timeout=60, check=True)
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+    return {package: found[package] for package in ENGINE if package in found}
 
 
 def installed(package: str) -> str:
@@ -204,7 +220,7 @@ def mount_of(path: Path) -> list[str]:
 
 def main() -> None:
     with listen() as server:
-        mine = facts(server.getsockname()[1])
+        mine = facts(server.getsockname()[1], sys.argv[1] if len(sys.argv) > 1 else "")
         print(json.dumps(mine), flush=True)
         line = sys.stdin.readline()
         if not line.strip():

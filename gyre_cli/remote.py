@@ -25,7 +25,7 @@ INSIDE = "GYRE_INSIDE_JOB"  # set in the step: it does not try again
 PROBE_S = 1.0
 STEP_S = 60.0  # a step that does not start by then waits for a node that is gone
 ENDED = re.compile(r"srun: error: .*Exited with exit code \d+")  # said by our exit code too
-FOLLOWS = ("--watch", "--follow", "-f", "top")  # commands that go on until interrupted
+FOLLOWS = ("--watch", "--follow", "-f", "top", "stop")  # commands that go on for longer than one answer
 
 
 def job_around(root: Path) -> slurm.Job | None:

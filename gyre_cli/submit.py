@@ -33,6 +33,7 @@ def examine(plan: Plan, gpu_memory_gib: float | None) -> list[Finding]:
         *of_run(plan.run),
         of_paths(plan),
         of_container(plan.config),
+        *of_gpus(plan),
         *of_memory(plan, gpu_memory_gib),
         of_signal(plan, measured),
         *of_time(plan, measured),
@@ -154,22 +155,34 @@ def of_container(config: Config) -> Finding:
     return ok("container", checks.listed(images) if images else "none: the nodes run this very interpreter")
 
 
+def of_gpus(plan: Plan) -> list[Finding]:
+    """Whether a cell has the GPUs that its engine wants, and whether it has more than anybody uses."""
+    have, wanted = planning.gpus_per_cell(plan), planning.engine_gpus(plan.config)
+    if wanted > have:
+        words = f"engine.tensor_parallel is {wanted} and a cell has {have} GPUs"
+        return [fail("GPUs", words, "ask for more GPUs per node, set fewer cells, or a smaller tensor_parallel")]
+    used = max(wanted, planning.TRAINER_GPUS)
+    if wanted and have > used:
+        words = f"a cell has {have} GPUs; its engine works on {wanted} and its rank on {planning.TRAINER_GPUS}"
+        return [warn("GPUs", words, f"cluster.cells = {plan.script.nodes * (plan.script.gpus or 0) // used} uses all")]
+    return []
+
+
 def of_memory(plan: Plan, gpu_memory_gib: float | None) -> list[Finding]:
     rows = planning.memory_rows(plan)
     if not rows:
         return [note("memory", "not known: no safetensors files in model.path")]
-    gpus = planning.gpus_per_cell(plan)
-    if not gpus:
+    on_gpus = [row for row in rows if row["gpus"]]
+    if not on_gpus:
         return [ok("memory", "no GPUs asked for: each role lives in the node's memory")]
     if gpu_memory_gib is None:
         return [note("memory", "see the plan; not judged", "say --gpu-memory GIB of one GPU")]
-    have = gpu_memory_gib * gpus
-    over = [f"{row['role']} needs {row['least_gib']:.1f} GiB" for row in rows if row["least_gib"] > have]
+    over = [f"{r['role']} {r['per_gpu_gib']:.1f} GiB" for r in on_gpus if r["per_gpu_gib"] > gpu_memory_gib]
     if over:
-        do = "more GPUs per cell (fewer cells), shorter engine.context_length, smaller trainer.micro_step_tokens"
-        return [fail("memory", f"{checks.listed(over)} and a cell has {have:.0f} GiB", do)]
-    tightest = max(rows, key=lambda row: float(row["least_gib"]))
-    return [ok("memory", f"{tightest['role']} needs most: {tightest['least_gib']:.1f} of {have:.0f} GiB per cell")]
+        do = "larger engine.tensor_parallel, shorter engine.context_length, smaller trainer.micro_step_tokens or model"
+        return [fail("memory", f"more than a GPU's {gpu_memory_gib:.0f} GiB: {checks.listed(over)}", do)]
+    tightest = max(on_gpus, key=lambda row: float(row["per_gpu_gib"]))
+    return [ok("memory", f"{tightest['role']} needs most: {tightest['per_gpu_gib']:.1f} of {gpu_memory_gib:.0f} GiB")]
 
 
 def of_signal(plan: Plan, measured: Measured) -> Finding:

@@ -238,6 +238,15 @@ def test_the_mount_of_a_path_is_the_innermost(tmp_path):
     assert probe.mount_of(tmp_path)[0] not in ("?", "proc")
 
 
+def test_an_engine_in_an_environment_of_its_own_is_asked_there(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh\necho '{"sglang": "0.5.1", "torch": "1.0", "numpy": "2"}'\n""")
+    python.chmod(0o755)
+    found = probe.facts(engine_python=str(python))["packages"]
+    assert found["sglang"] == "0.5.1" and found["torch"] == probe.installed("torch")
+    assert "sglang" not in probe.facts(engine_python=str(tmp_path / "none"))["packages"]
+
+
 def test_rdma_ports_are_read_from_the_kernels_tree(tmp_path):
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)

@@ -242,13 +242,27 @@ def test_memory_of_each_role_follows_from_the_models_own_files(tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_refused_and_one_that_does_is_not(project):
-    write_model(project / "model", parameters=7 * 10**9)
+    edit(project / "gyre.toml", "cells = 2", 'cells = 2\nengine = { kind = "sglang", tensor_parallel = 2 }')
+    write_model(project / "model", parameters=4 * 10**9)
     (finding,) = submit.of_memory(plan_of(project), 24.0)
-    assert finding.level is Level.FAIL and "train, core" in finding.found and "96 GiB" in finding.found
+    assert finding.level is Level.FAIL and "train, core" in finding.found and "24 GiB" in finding.found
+    assert "rollout" not in finding.found  # its 7.5 GiB are on two GPUs
     (finding,) = submit.of_memory(plan_of(project), 80.0)
-    assert finding.level is Level.OK
+    assert finding.level is Level.OK and "train, core" in finding.found
     (finding,) = submit.of_memory(plan_of(project), None)
     assert finding.level is Level.NOTE and "--gpu-memory" in finding.do
+
+
+def test_gpus_that_a_cell_lacks_or_nobody_uses(project):
+    assert submit.of_gpus(plan_of(project)) == []  # the tiny engine needs none
+    edit(project / "gyre.toml", "cells = 2", 'cells = 2\nengine = { kind = "sglang", tensor_parallel = 4 }')
+    assert submit.of_gpus(plan_of(project)) == []
+    edit(project / "gyre.toml", "tensor_parallel = 4", "tensor_parallel = 2")
+    (finding,) = submit.of_gpus(plan_of(project))
+    assert finding.level is Level.WARN and "cluster.cells = 4" in finding.do
+    edit(project / "gyre.toml", "tensor_parallel = 2", "tensor_parallel = 8")
+    (finding,) = submit.of_gpus(plan_of(project))
+    assert finding.level is Level.FAIL and "a cell has 4 GPUs" in finding.found
 
 
 def test_a_run_directory_too_deep_for_sockets_is_told_before_the_first_harness_starts(project):
