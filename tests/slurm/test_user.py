@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from gyre_cli import script
+from gyre_base import config as configuration
+from gyre_cli import listing, script
 from tests.cli.conftest import make_run
 from tests.slurm.minislurm import Cluster, MiniSlurmError, until
-from tests.system.running import ROOT
+from tests.slurm.running import START_S, emulated
+from tests.system.running import ROOT, Run
 
 NASTY = "it's a #1 100% test & more"
 OPTIONS = {
@@ -231,3 +233,65 @@ def test_a_controller_that_is_down_is_told_and_nothing_hangs(login: Login, tmp_p
         assert code == 1 and "scontrol" in by_check(rows, "fail")["Slurm"]["found"]
     finally:
         login.slurm.start_controller()
+
+
+# ---- containers -----------------------------------------------------------------------------------------------------
+
+STAND_IN = """#!/bin/sh
+# what `apptainer exec --nv IMAGE python3 ...` does as far as gyre can tell: the rest of the line, elsewhere
+[ "$1 $2" = "exec --nv" ] && [ -f "$3" ] || exit 9
+shift 4
+BOXED="$APPTAINER_BIND" exec {python} "$@"
+"""
+
+
+def test_every_daemon_and_the_doctor_run_in_the_container_and_the_supervisor_does_not(
+    login: Login, tmp_path: Path, model: Path
+) -> None:
+    programs, image = tmp_path / "bin", tmp_path / "my gyre.sif"
+    programs.mkdir()
+    image.touch()
+    (programs / "apptainer").write_text(STAND_IN.format(python=sys.executable))
+    (programs / "apptainer").chmod(0o755)
+    login.env["PATH"] = f"{programs}:{login.env['PATH']}"
+    assert (
+        login("gyre", "init", "--template", "apptainer", "--nodes", "2", "--image", str(image), cwd=tmp_path).returncode
+        == 0
+    )
+    python = list(configuration.load(tmp_path / "gyre.toml").cluster.python)
+    with Run(tmp_path, model, emulated(tmp_path, cluster__python=python, scheduler__steps=100)):  # writes gyre.toml
+        assert login("gyre", "doctor", "--nodes", "2", cwd=tmp_path).returncode == 0
+        said = login("gyre", "submit", cwd=tmp_path)
+        assert said.returncode == 0, said.stderr
+        log = tmp_path / f"gyre-{said.stdout.strip()}.log"
+        run = tmp_path / "runs" / "run"
+        until(lambda: listing.last_progress(run / "metrics" / "timeline.jsonl"), START_S, f"no word: {log}")
+        until(
+            lambda: daemons(login.slurm).keys() >= {"cellctl", "trajd", "proxyd", "celld", "gyre up", "gyre exec"},
+            START_S,
+            f"no daemons: {log}",
+        )
+        boxed = daemons(login.slurm)
+        assert {name for name, inside in boxed.items() if inside} >= {"cellctl", "trajd", "proxyd", "celld"}
+        assert boxed["gyre up"] == ""
+        login.slurm.clear()
+
+
+def daemons(slurm: Cluster) -> dict[str, str]:
+    """What each of our processes on the first two nodes has in its environment of the container."""
+    out = {}
+    for node in ("node1", "node2"):
+        for pid in slurm.pids(node):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            boxed = next((e.decode()[6:] for e in environment if e.startswith(b"BOXED=")), "")
+            for at, word in enumerate(words):
+                if word.startswith("gyre_cli.") and words[0].endswith("python"):
+                    name = word.removeprefix("gyre_cli.")
+                    out[f"gyre {words[at + 1]}" if name == "gyre" else name] = boxed
+                elif word.startswith("celld.") and words[0].endswith("python"):
+                    out[word] = boxed
+    return out
