@@ -115,16 +115,14 @@ async def long_history(rig: Rig, tokens: int) -> list[float]:
 
 
 async def small_calls(rig: Rig, count: int) -> float:
-    """CPU seconds per call: first calls of executions with a short prompt."""
+    """CPU seconds per call: first calls of the executions of a group, which share their short prompt."""
     names = [f"small-{time.monotonic_ns()}-{n}" for n in range(count)]
     for name in names:
         await rig.world.cellctl.open(name)
     before = await settled(rig.pid)
     for at in range(0, count, 16):
         batch = names[at : at + 16]
-        await asyncio.gather(
-            *(rig.call(n, body_of([{"role": "user", "content": f"{n} {LINES}"}], True), "c") for n in batch)
-        )
+        await asyncio.gather(*(rig.call(n, body_of([{"role": "user", "content": LINES}], True), "c") for n in batch))
     cost = (await settled(rig.pid) - before) / count
     for name in names:
         await rig.world.cellctl.say(m.CloseExecution(execution=name))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from aiohttp import web
 
 from gyre_base import config as configuration
 from gyre_base import journal as journals
@@ -36,8 +35,9 @@ from proxyd.chat import ChatModel
 from proxyd.core import Router
 from proxyd.engine import EngineClient
 from proxyd.events import Abort, Cut, EngineLoad, Finish, Refuse, Restarted, Submit
-from proxyd.http import Front
+from proxyd.http import Front, wording
 from proxyd.metrics import LoopLag, exposition
+from proxyd.server import HttpServer
 from proxyd.service import Service
 from proxyd.template import TemplateRefused
 
@@ -257,16 +257,11 @@ async def _until_stopped(
     engines: EngineClient,
 ) -> None:
     front = Front(shell.service, keys, config.model.served_name, shell.numbers)
-    app = front.app()
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2, keepalive_timeout=600.0
-    )
-    await runner.setup()
+    web = HttpServer(front.handle, wording)
     try:
-        await web.TCPSite(runner, own_address(config.cluster.bind), 0, backlog=1024).start()
+        host, port = await web.start(own_address(config.cluster.bind))
     except OSError as error:
         raise cannot_listen(config.cluster.bind, error.strerror or str(error)) from None
-    host, port = runner.addresses[0][:2]
     server = Server(run, keys, kind="proxyd", name="proxyd", life=life, bind=config.cluster.bind)
     server.start({"http": f"http://{host}:{port}"})
     log.info("proxyd life %d serves http://%s:%s, %d executions open", life, host, port, len(shell.core.executions))
@@ -282,7 +277,7 @@ async def _until_stopped(
         await shell.run()
     finally:
         server.close()
-        await runner.cleanup()
+        web.stop()
         await shell.service.stop()
         calls.close()
         shell.close()

@@ -21,8 +21,8 @@ _CLASSES = {
 
 
 def hints_of(headers: Mapping[str, str], model: str) -> Hints:
-    """`headers`: names in any case as the mapping allows; values are taken as they are and bounded here."""
-    tool = headers.get("User-Agent", "")[:200]
+    """`headers`: names in lower case; values are taken as they are and bounded here."""
+    tool = headers.get("user-agent", "")[:200]
     side = "side" if model.endswith("-side") else ""
     role = "sub-agent" if model.endswith("-sub") else ""
     if "x-codex-turn-metadata" in headers:

@@ -353,7 +353,7 @@ class Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._engines.close()
+        self._engines.close()
 
 
 def _row(opened: Open, node: Node, facts: Facts) -> dict[str, Any]:

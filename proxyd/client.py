@@ -1,0 +1,182 @@
+"""HTTP/1.1 to engines: httptools parses, a pool keeps connections. Bodies are handed on as they come.
+
+A connection that was kept and is found closed before a byte of an answer came is replaced once: servers close idle
+ones when they like. Anything else that goes wrong is raised; whose fault it is the engine client says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+CONNECT_S = 5.0
+IDLE_S = 4.0  # uvicorn closes after five
+IDLE_KEPT = 1024
+
+
+class Disconnected(ConnectionError):
+    """The answer is not complete; `begun` says whether any of it came."""
+
+    def __init__(self, why: str, *, begun: bool) -> None:
+        super().__init__(why)
+        self.begun = begun
+
+
+class _Connection(asyncio.Protocol):
+    """One socket, one request at a time."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.idle_since = 0.0
+        self.heard = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[int] | None = None
+        self._begun = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ask(self, raw: tuple[bytes, ...], sink: Callable[[int, bytes], None]) -> asyncio.Future[int]:
+        """Resolved with the status when the answer is complete. `sink` gets the status and each piece of the body."""
+        assert self.transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink, self._begun, self.keeps = sink, False, False
+        self._done = self._loop.create_future()
+        self.heard = self._loop.time()
+        for part in raw:
+            self.transport.write(part)
+        return self._done
+
+    def on_body(self, body: bytes) -> None:
+        self._sink(self._parser.get_status_code(), body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            return
+        self.keeps = self._parser.should_keep_alive()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(self._parser.get_status_code())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._done is None or self._done.done():
+            self.close()  # nobody asked
+            return
+        self._begun = True
+        self.heard = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._fail(error.__context__ or error)
+        except httptools.HttpParserError as error:
+            self._fail(Disconnected(f"not HTTP: {error}", begun=True))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(Disconnected(f"the connection ended ({error or 'end'})", begun=self._begun))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+        self.close()
+
+    def watch(self, silence_s: float) -> None:
+        """Fail once nothing has been heard for so long; looked at twice in that time."""
+        if self._loop.time() - self.heard > silence_s:
+            self._fail(TimeoutError(f"silent for {silence_s:.0f} s"))
+        else:
+            self._timer = self._loop.call_later(silence_s / 2, self.watch, silence_s)
+
+    def unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def open(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
+
+    def close(self) -> None:
+        if self.open:
+            assert self.transport is not None
+            self.transport.abort()
+
+
+class HttpClient:
+    """Connections to any number of servers."""
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._idle: dict[str, list[_Connection]] = {}
+        self._closed = False
+
+    async def ask(
+        self, method: str, base: str, path: str, body: bytes, sink: Callable[[int, bytes], None], silence_s: float
+    ) -> int:
+        """The status of a complete answer. Raises OSError, TimeoutError, ValueError, and what `sink` raises."""
+        parts = urlsplit(base)
+        head = f"{method} {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
+        raw = (head.encode("latin-1"), body) if body else (head.encode("latin-1"),)
+        while True:
+            kept = self._kept(base)
+            connection = kept or await self._connect(parts.scheme, parts.hostname, parts.port)
+            try:
+                return await self._exchange(base, connection, raw, sink, silence_s)
+            except Disconnected as error:
+                if kept is None or error.begun:
+                    raise
+
+    def _kept(self, base: str) -> _Connection | None:
+        idle, now = self._idle.get(base, []), asyncio.get_running_loop().time()
+        while idle:
+            connection = idle.pop()
+            if connection.open and now - connection.idle_since < IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, scheme: str, host: str | None, port: int | None) -> _Connection:
+        if scheme != "http" or not host or not port:
+            raise ValueError("an engine's address must be http://host:port")
+        async with asyncio.timeout(CONNECT_S):
+            _, made = await asyncio.get_running_loop().create_connection(_Connection, host, port)
+        return made
+
+    async def _exchange(
+        self,
+        base: str,
+        connection: _Connection,
+        raw: tuple[bytes, ...],
+        sink: Callable[[int, bytes], None],
+        silence_s: float,
+    ) -> int:
+        done = connection.ask(raw, sink)
+        connection.watch(silence_s)
+        try:
+            status = await done
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        finally:
+            connection.unwatch()
+        self._give_back(base, connection)
+        return status
+
+    def _give_back(self, base: str, connection: _Connection) -> None:
+        idle = self._idle.setdefault(base, [])
+        if connection.keeps and not self._closed and len(idle) < IDLE_KEPT:
+            connection.idle_since = asyncio.get_running_loop().time()
+            idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        self._closed = True
+        for idle in self._idle.values():
+            for connection in idle:
+                with contextlib.suppress(OSError):
+                    connection.close()
+        self._idle.clear()

@@ -1,0 +1,243 @@
+"""HTTP/1.1 on the token path: httptools parses, an asyncio.Protocol holds one connection. Knows no path and no dialect.
+
+One request at a time per connection, answered in order. Bounded in head, headers, body, pipelining and idle time; what
+is not HTTP, or too much, gets a 4xx after the answers before it, and the connection ends. A client that is gone cancels
+its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import cast
+
+import httptools
+
+log = logging.getLogger(__name__)
+MAX_BODY = 64 << 20  # bytes; a 2M-token history as JSON text is about 10 MB
+MAX_HEAD = 64 << 10
+MAX_HEADERS = 200
+MAX_PIPELINED = 16
+IDLE_S = 600.0  # without a whole request
+REASONS = {status.value: status.phrase for status in HTTPStatus}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A whole request. Header names are lower case; `path` is raw and without the query."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    keep_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole answer. `last` ends the connection after it."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    last: bool = False
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+Wording = Callable[[int, str, str], Response]  # status, why, path -> the answer to what is no request
+
+
+class _TooMuch(Exception):
+    """A bound is exceeded; `refusal` says which."""
+
+
+@dataclass(eq=False)
+class Connection(asyncio.Protocol):
+    """One client."""
+
+    handle: Handler
+    wording: Wording
+    connections: set[Connection]
+    queue: deque[Request | Response] = field(default_factory=deque)
+    task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._deaf = False  # nothing more is read
+        self._refusal: tuple[int, str] | None = None
+        self._wants_continue = False
+        self.on_message_begin()
+
+    # ---- the parser's callbacks -------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._head_size = 0
+        self._headers: dict[str, str] = {}
+        self._count = 0
+        self._body: list[bytes] = []
+        self._size = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count += 1
+        self._head(len(name) + len(value))
+        if self._count > MAX_HEADERS:
+            self._refuse(431, f"more than {MAX_HEADERS} headers")
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def _head(self, size: int) -> None:
+        self._head_size += size
+        if self._head_size > MAX_HEAD:
+            self._refuse(431, "the head of the request is too large")
+
+    def on_headers_complete(self) -> None:
+        length = self._headers.get("content-length", "")
+        if length.isdigit() and int(length) > MAX_BODY:
+            self._refuse(413, f"The request body is larger than {MAX_BODY} bytes.")
+        self._wants_continue = self._headers.get("expect", "").lower() == "100-continue"
+
+    def on_body(self, body: bytes) -> None:
+        self._size += len(body)
+        if self._size > MAX_BODY:
+            self._refuse(413, f"The request body is larger than {MAX_BODY} bytes.")
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._wants_continue = False
+        path = self._url.partition(b"?")[0].decode("latin-1")
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        method = self._parser.get_method().decode()
+        self.queue.append(Request(method, path, self._headers, body, self._parser.should_keep_alive()))
+
+    def _refuse(self, status: int, why: str) -> None:
+        self._refusal = (status, why)
+        raise _TooMuch
+
+    # ---- the transport's --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.connections.add(self)
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._end_with(400, "this connection can't be upgraded")
+        except httptools.HttpParserError as error:
+            status, why = self._refusal or (400, f"this is not HTTP as it should be: {error}")
+            self._end_with(status, why)
+        if len(self.queue) > MAX_PIPELINED and self._transport is not None:
+            self._transport.pause_reading()
+        self._next()
+
+    def _end_with(self, status: int, why: str) -> None:
+        """The rest of what comes can't be told apart: refuse it after the answers that are due, and hang up."""
+        self._deaf = True
+        path = self._url.partition(b"?")[0].decode("latin-1")
+        self.queue.append(self.wording(status, why, path))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.connections.discard(self)
+        self._disarm()
+        self.queue.clear()
+        if self.task is not None:
+            self.task.cancel()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- requests, one after the other ------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        if self.task is not None or self._transport is None or self._transport.is_closing():
+            return
+        if not self.queue:
+            if self._wants_continue:
+                self._wants_continue = False
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            return
+        given = self.queue.popleft()
+        self._disarm()
+        if isinstance(given, Response):
+            self._write(given, head_only=False, keep_alive=False)
+        else:
+            self.task = asyncio.get_running_loop().create_task(self._serve(given))
+
+    async def _serve(self, request: Request) -> None:
+        try:
+            response = await self.handle(request)
+        except Exception:
+            log.exception("a request could not be handled")
+            response = self.wording(500, "Internal server error", request.path)
+        self.task = None
+        self._write(response, head_only=request.method == "HEAD", keep_alive=request.keep_alive)
+        if self._transport is not None and not self._deaf and len(self.queue) <= MAX_PIPELINED:
+            self._transport.resume_reading()
+        self._next()
+
+    def _write(self, response: Response, *, head_only: bool, keep_alive: bool) -> None:
+        assert self._transport is not None
+        keep_alive = keep_alive and not response.last
+        head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
+        head.append(f"Content-Type: {response.content_type}")
+        if response.status != 204:
+            head.append(f"Content-Length: {len(response.body)}")
+        head += [f"{name}: {value}" for name, value in response.headers]
+        if not keep_alive:
+            head.append("Connection: close")
+        raw = "\r\n".join(head).encode("latin-1") + b"\r\n\r\n"
+        self._transport.write(raw if head_only else raw + response.body)
+        if keep_alive:
+            self._arm()
+        else:
+            self._transport.close()
+
+    def _arm(self) -> None:
+        assert self._transport is not None
+        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._transport.close)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class HttpServer:
+    """A listening socket and its connections."""
+
+    def __init__(self, handle: Handler, wording: Wording) -> None:
+        self._handle, self._wording = handle, wording
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        """(host, port) it listens on. Raises OSError."""
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(self._handle, self._wording, self._connections), host, port, backlog=1024
+        )
+        found = self._server.sockets[0].getsockname()
+        return str(found[0]), int(found[1])
+
+    def stop(self) -> None:
+        """Hang up on everyone: their relays ask the next life."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.abort()
