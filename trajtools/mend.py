@@ -20,6 +20,10 @@ from gyre_base.runfile import ReadReport, RunReader
 Cut: TypeAlias = tuple[int, int, str]
 
 
+class NotARunFile(ValueError):
+    """Nothing would be left of it."""
+
+
 @dataclass(frozen=True)
 class Mended:
     """What a repair did."""
@@ -48,11 +52,15 @@ class Mended:
 
 
 def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
-    """Write `out`, and `side` (default: out + ".taken.jsonl") if anything was taken."""
+    """Write `out`, and `side` (default: out + ".taken.jsonl") if anything was taken. Raises NotARunFile."""
     reader = RunReader(source)
     for _ in reader.records():
         pass
     report = reader.report
+    if report.bad and not report.records and not report.unknown_kinds:
+        raise NotARunFile(
+            f"{source.name} holds no line of a run file; other records and binary files are read by `trajtools convert`"
+        )
     cuts = cuts_of(report)
     side = side or out.with_name(out.name + ".taken.jsonl")
     part = out.with_name(out.name + ".part")

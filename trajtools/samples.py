@@ -21,6 +21,7 @@ from trajtools.choose import DEFAULT, Choice, Rules, choose
 from trajtools.pack import flatten, pack
 from trajtools.recording import Execution, Recording
 from trajtools.weigh import Result, group_weights
+from trajtools.words import counted
 
 FORMS = ("flat", "tree")
 
@@ -43,9 +44,9 @@ class Sampled:
 
     def lines(self) -> list[str]:
         return [
-            f"{self.rows:,} {self.form} samples of {self.executions:,} executions: {self.tokens:,} tokens, "
-            f"{self.owned:,} trained, weights sum to {self.weight:.9f}; "
-            f"{self.without_targets:,} executions have nothing to train",
+            f"{counted(self.rows, f'{self.form} sample')} of {counted(self.executions, 'execution')}: {self.tokens:,} "
+            f"tokens, {self.owned:,} trained, weights sum to {self.weight:.9f}; "
+            f"nothing to train in {counted(self.without_targets, 'other')}",
             *(f"  {n:,} of them because of: {why}" for why, n in self.withheld.items()),
         ]
 

@@ -88,7 +88,7 @@ class StatsReport:
         out = [
             f"{counted(self.executions, 'execution')}{groups}, {counted(self.calls, 'call')}, "
             f"{self.tokens_raw:,} {unit} recorded; a prefix cache could save {self.cache_hit:.0%} of the prompts; "
-            f"longest call {self.longest:,} {unit} ({' '.join(map(short, self.longest_call))})",
+            f"longest call {self.longest:,} {unit} ({self.longest_call[0]} {short(self.longest_call[1])})",
             f"  {'label':<18} {'calls':>7} {'prompt':>13} {'reusable':>9} {'completion':>11} {'longest':>9} "
             f"{'p50 s':>7} {'p99 s':>7}",
         ]
@@ -245,7 +245,7 @@ def _seconds(execution: Execution) -> float | None:
     starts = [r.started for r in execution.others if isinstance(r, ExecStart) and isinstance(r.started, (int, float))]
     ended = execution.end.ended if execution.end else None
     times += [*starts, *([ended] if isinstance(ended, (int, float)) else [])]
-    return max(times) - min(times) if len(times) > 1 else None
+    return (max(times) - min(times) if times else 0.0) or None
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:

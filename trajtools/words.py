@@ -37,7 +37,7 @@ def plain_ids(ids: Sequence[int], shown: int = 12) -> str:
 
 def short(name: str) -> str:
     """A name as it fits in a table: long ones (random ids) lose their middle. `named` finds them again."""
-    return name if len(name) <= 16 else f"{name[:8]}…{name[-4:]}"
+    return name if len(name) <= 24 else f"{name[:8]}…{name[-4:]}"
 
 
 def named(given: str, names: Iterable[str]) -> list[str]:

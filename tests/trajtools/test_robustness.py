@@ -391,3 +391,13 @@ def test_dedup_writes_the_same_bytes_for_the_same_set_of_calls(tmp_path):
 def test_rewards_in_a_torn_file_never_become_zero(log):
     log.write_bytes(log.read_bytes() + encode(Reward(exec="e", status="evaluator_failed", error="crashed"))[:-4])
     assert load(log).executions["e"].reward.value == 1.0
+
+
+@pytest.mark.parametrize("name", ["claude_session.jsonl", "binary"])
+def test_repair_of_what_is_no_run_file_is_refused_and_says_what_to_do(name, log, tmp_path):
+    source = Path(__file__).parent / "data" / name
+    if name == "binary":
+        source = tmp_path / "in.gtr"
+        run("convert", log, "-o", source)
+    done = run("repair", source, "-o", tmp_path / "o.jsonl")
+    assert done.exit_code == 2 and "trajtools convert" in done.stderr and not (tmp_path / "o.jsonl").exists()
