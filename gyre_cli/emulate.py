@@ -29,7 +29,7 @@ from gyre_base.config import Config, ConfigError
 from gyre_base.journal import read
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
-from gyre_cli import quickstart, runs
+from gyre_cli import common, quickstart, runs
 from gyre_cli.supervisor import Supervisor
 
 CALLS = 4  # of an execution: each costs the real path once, and only at the next one can it change its engine
@@ -156,6 +156,8 @@ def run(
     root: str, *, name: str, arm: str | None, policy: str | None, steps: int | None, seed: int, seconds: float
 ) -> dict[str, Any]:
     """Live one arm in a new run directory; what was measured beside what the simulator says of it."""
+    if Path(root).exists():
+        common.fail(f"{root} exists; an emulated run is lived in one go: name another --run", common.REFUSED)
     profile, one = chosen(name, arm, policy, steps, seconds)
     world = World(profile, one, seed).run()
     predicted = world.now / 3600.0

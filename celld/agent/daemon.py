@@ -244,9 +244,11 @@ class AgentShell(Shell):
             await asyncio.gather(self._watch("engine", self._tokens), self._watch("rank", self._micro_steps))
 
     async def _watch(self, child: str, ask: Callable[[], Awaitable[tuple[int, int] | None]]) -> None:
-        if child not in self.core.up:
+        pid = self._children[child].pid
+        found = await ask() if child in self.core.up else None
+        if child not in self.core.up or self._children[child].pid != pid:  # what was heard is of one that is gone
             self._vitals.forget(child)
-        elif (found := await ask()) is None:
+        elif found is None:
             if self._vitals.silent(child) >= SILENT_PROBES:
                 await self._end_stalled(child, f"no answer to {SILENT_PROBES} probes")
         elif stalled_s := self._vitals.look(child, *found, asyncio.get_running_loop().time()):
