@@ -67,6 +67,11 @@ class Forecast:
             self._within_degrees += 1
 
     @property
+    def seen(self) -> int:
+        """Executions learnt from."""
+        return self._all.count
+
+    @property
     def correlation(self) -> float:
         """The task's share of the variance of ln(seconds)."""
         if self._repeated < ENOUGH_TASKS:
@@ -111,17 +116,20 @@ def _above(z: float) -> float:
 
 
 class WorkLevel:
-    """The water level by work instead of by count: an execution that is forecast to end within a quarter of the mean
-    duration counts for the part of that quarter that is left. Summed anew when time or the count has moved noticeably.
+    """The water level by work instead of by count: an execution that is forecast to end within a tenth of the mean
+    duration counts for the part of that tenth that is left. Summed anew when time or the count has moved noticeably.
     """
 
-    HORIZON, MOVED = 0.25, 0.005  # of the mean duration; of the mean duration and of the count
+    HORIZON, MOVED = 0.1, 0.005  # of the mean duration; of the mean duration and of the count
+    SEEN = 4  # times those that run: before, mostly the short ones have ended, and all that run would seem overdue
 
     def __init__(self) -> None:
         self._at, self._count, self._level = -math.inf, 0, 0
 
     def of(self, scheduler: Scheduler, now: float) -> int:
         running = scheduler.ledger.in_flight
+        if scheduler.forecast.seen < self.SEEN * len(running):
+            return len(running)
         mean_s = scheduler.forecast.seconds("")
         moved = abs(len(running) - self._count) > self.MOVED * self._count or now - self._at > self.MOVED * mean_s
         if moved:

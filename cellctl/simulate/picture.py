@@ -20,8 +20,9 @@ def draw(worlds: list[World]) -> str:
     for world in worlds:
         parts.extend(_arm(world, top, scale))
         top += len(world.nodes) * ROW + LEVEL + GAP
-    legend = _legend(top)
-    size = f'width="{WIDTH}" height="{top + 30}"'
+    parts.extend(_axis(top - GAP + 6, scale, longest))
+    legend = _legend(top + 10)
+    size = f'width="{WIDTH}" height="{top + 40}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, *legend, "</svg>"]) + "\n"
 
@@ -44,15 +45,29 @@ def _arm(world: World, top: int, scale: float) -> list[str]:
 
 
 def _level(world: World, top: int, scale: float) -> str:
-    """The water level, thinned to one point per pixel."""
+    """The water level, thinned to one point per pixel; between two events it stands."""
     assert world.trace is not None
     most = max((level for _, level in world.trace.levels), default=1) or 1
     points: dict[int, float] = {}
     for at, level in world.trace.levels:
         points[round(LEFT + at * scale)] = top + LEVEL - 4 - (LEVEL - 8) * level / most
-    path = " ".join(f"{x},{y:.1f}" for x, y in points.items())
+    corners: list[tuple[int, float]] = []
+    for x, y in points.items():
+        corners.extend([(x, corners[-1][1]), (x, y)] if corners else [(x, y)])
+    path = " ".join(f"{x},{y:.1f}" for x, y in corners)
     label = f'<text x="4" y="{top + LEVEL // 2}">in flight</text>'
     return f'{label}<polyline points="{path}" fill="none" stroke="#2c6fbb"/>'
+
+
+def _axis(top: int, scale: float, longest_s: float) -> list[str]:
+    """About ten marks, at whole hours."""
+    every_h = max(1, round(longest_s / 36000.0))
+    out = []
+    for hour in range(0, int(longest_s / 3600.0) + 1, every_h):
+        x = LEFT + hour * 3600.0 * scale
+        out.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + 5}" stroke="#555"/>')
+        out.append(f'<text x="{x:.1f}" y="{top + 17}" fill="#555">{hour} h</text>')
+    return out
 
 
 def _legend(top: int) -> list[str]:
