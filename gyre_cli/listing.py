@@ -45,25 +45,27 @@ def rows(folder: Path = Path("runs")) -> tuple[list[dict[str, Any]], str]:
         mine = [job for job in jobs if job.run == name or job.id == noted]
         job = next((j for j in mine if j.state == "RUNNING"), mine[0] if mine else None)
         if job is not None or (Path(name) / "run.json").exists():
-            out.append(row(Path(name), job))
+            out.append(row(Path(name), job, "" if complaint else noted))  # no further call to a silent controller
     return sorted(out, key=lambda r: (ORDER.index(r["state"]) if r["state"] in ORDER else 0, r["run"])), complaint
 
 
 ORDER = ("running", "pending", "stopped", "done")
 
 
-def row(run: Path, job: slurm.Job | None) -> dict[str, Any]:
+def row(run: Path, job: slurm.Job | None, noted: str = "") -> dict[str, Any]:
+    """`noted` is the run's last job, of which the queue may know nothing any more."""
     progress = last_progress(run / "metrics" / "timeline.jsonl")
+    now = state(run, job)
     return {
         "run": str(run),
-        "state": state(run, job),
+        "state": now,
         "step": f"{progress.step if progress else 0}/{wanted_steps(run)}",
         "phase": progress.phase if progress else "",
-        "job": job.id if job else "",
+        "job": job.id if job else noted if now == "stopped" else "",
         "nodes": job.nodes or str(job.count) if job else "",
         "left_s": job.left_s if job and job.state == "RUNNING" else None,
         "changed_s": round(time.time() - progress.at) if progress else None,
-        "why": why(job),
+        "why": why(job) if job else how_it_ended(noted) if now == "stopped" else "",
     }
 
 
@@ -76,9 +78,14 @@ def state(run: Path, job: slurm.Job | None) -> str:
     return "running" if supervised(run / "lives" / "supervisor.lock") else "stopped"
 
 
-def why(job: slurm.Job | None) -> str:
+def how_it_ended(noted: str) -> str:
+    end = slurm.end_of(noted) if noted and slurm.here() else ""
+    return f"job {noted} ended {end}" if end else ""
+
+
+def why(job: slurm.Job) -> str:
     """What a waiting job waits for, in Slurm's words and ours."""
-    if job is None or job.state == "RUNNING":
+    if job.state == "RUNNING":
         return ""
     begin = "BeginTime" in job.reason
     return f"{job.reason}: requeued, starts again in about two minutes" if begin else job.reason

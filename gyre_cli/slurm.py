@@ -144,6 +144,17 @@ def job(ident: str) -> Job | None:
         raise
 
 
+def end_of(ident: str) -> str:
+    """How a job ended, in Slurm's word, while the controller remembers it (MinJobAge); "" after that, or while it
+    lives."""
+    try:
+        record = parse_record(call("scontrol", "-o", "show", "job", ident))
+    except SlurmError:
+        return ""
+    state = record.get("JobState", "")
+    return "" if state in (*LIVING, "PENDING") else state
+
+
 def hostnames(nodelist: str) -> list[str]:
     """`node[1-3]` as names. Works without the controller."""
     return call("scontrol", "show", "hostnames", nodelist).split() if nodelist else []

@@ -147,6 +147,22 @@ def test_a_run_that_nobody_works_on_is_stopped_and_one_that_is_held_here_runs(ow
         assert [r["state"] for r in listing.rows()[0]] == ["running"]
 
 
+def test_of_a_stopped_run_it_is_told_how_its_job_ended_while_slurm_remembers(own_state, monkeypatch):
+    registry.note(make_run(own_state / "a"), job="20")
+    queue_says(monkeypatch)
+    said = {"20": "JobId=20 JobName=gyre JobState=TIMEOUT Reason=TimeLimit"}
+    monkeypatch.setattr(slurm, "call", lambda *words: said[words[-1]])
+    assert listing.rows()[0][0]["why"] == "job 20 ended TIMEOUT"
+    said["20"] = "JobId=20 JobState=COMPLETING"
+    assert listing.rows()[0][0]["why"] == ""
+
+    def forgotten(*words: str) -> str:
+        raise slurm.SlurmError("scontrol: Invalid job id specified")
+
+    monkeypatch.setattr(slurm, "call", forgotten)
+    assert listing.rows()[0][0]["why"] == ""
+
+
 def test_a_silent_queue_is_told_and_the_rest_is_listed(own_state, monkeypatch):
     make_run(own_state / "runs" / "a")
 
