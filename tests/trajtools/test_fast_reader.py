@@ -11,8 +11,10 @@ import orjson
 import pytest
 from trajbuild import make_call
 
+from gyre_base import runlines
 from gyre_base.runfile import CallWriter, RunReader, encode
 from gyre_base.runtape import SENTINEL, numbers
+from trajtools.forest import Forest
 
 SEEDS = 1200
 
@@ -116,10 +118,11 @@ def content(record):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_fast_reader_equals_the_plain_parse_on_fuzzed_files(part):
+def test_the_fast_reader_equals_the_plain_parse_on_fuzzed_files(part, monkeypatch):
     shortcuts = 0
     for seed in range(part * SEEDS // 4, (part + 1) * SEEDS // 4):
         rng = np.random.default_rng(seed)
+        monkeypatch.setattr(runlines, "BLOCK_BYTES", [1 << 20, 3000][seed % 2])  # or every line slides the buffer
         lines = [damaged(rng, line) for line in lines_of(rng, long_calls(rng))]
         order = rng.permutation(len(lines)).tolist() if rng.random() < 0.3 else range(len(lines))
         data = b"".join(lines[i] for i in order)
@@ -146,6 +149,21 @@ def test_the_shortcut_is_taken_for_canonical_pretty_and_reordered_lines(monkeypa
         assert len(records) == 2 and not report["bad"]
         assert taken[-1].keep >= 400 and len(taken[-1].rest) < 700
     assert len(forms[0]) > 2000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_forest_that_trusts_the_readers_memory_is_the_one_of_copies(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    known = []
+    real = Forest._resume
+    monkeypatch.setattr(Forest, "_resume", lambda self, prompt: known.append(real(self, prompt)) or known[-1])
+    trusting, comparing = Forest("e0"), Forest("e0")
+    data = b"".join(encode(dataclasses.replace(call, exec="e0")) for call in long_calls(rng, 30))
+    for located in RunReader(io.BytesIO(data)).records():
+        trusting.insert(located.record)
+        comparing.insert(dataclasses.replace(located.record, prompt_ids=located.record.prompt_ids.copy()))
+    assert trusting.digest() == comparing.digest()
+    assert any(tokens for _, _, tokens in known)  # else this test says nothing
 
 
 def test_a_prompt_stays_what_it_was_while_later_calls_grow_and_branch():
