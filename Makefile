@@ -8,7 +8,7 @@ PIP_ARGS ?=
 RUN_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang
+.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang apptainer
 help:                       ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
@@ -63,6 +63,9 @@ golden: $(STAMP)            ## rewrite the transcript goldens; review the diff
 SEED ?= 7
 sim: $(STAMP)               ## one seeded simulation of the scheduler with faults: make sim SEED=7
 	$(PY) -m tests.cellctl.world $(SEED)
+
+apptainer:                  ## Apptainer for its test, in .apptainer (as root on Debian)
+	sh tools/apptainer.sh .apptainer
 
 clean:                      ## remove the virtual environment and the runs
 	rm -rf $(VENV) runs

@@ -12,8 +12,10 @@ import logging
 import os
 import resource
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ HELLO_S = 10.0
 STDERR_CHARS = 400
 ANSWER_S = 0.1  # for an answer to get out before the end
 STOP_GRACE_S = 2.0
+WARNING_S = 10.0
 
 
 class Executor(daemon.Shell):
@@ -73,6 +76,7 @@ class Executor(daemon.Shell):
         self._tasks_of: dict[str, Task] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._children: dict[str, children.Child] = {}
+        self._warnings: dict[str, tuple[str, ...]] = {}
         self.store = Store(run.root)
         self._starts: dict[str, str] = {}  # commits of what executions were given
         self._catalogue: dict[str, dict[str, Any]] | None = None
@@ -200,6 +204,7 @@ class Executor(daemon.Shell):
             return
         began_at = self.clock.now()
         self._children[name] = child
+        self._warnings[name] = line.warning
         with contextlib.suppress(OSError):
             keeping.note_pid(self.folder(name), self.name, child.pid)
         child.exited.add_done_callback(lambda exited: self._harness_ended(name, exited, err))
@@ -257,6 +262,8 @@ class Executor(daemon.Shell):
         child = self._children.get(name)
         if child is not None and now:
             child.kill()
+        elif child is not None and self._warnings.get(name):
+            self.spawn(_run_briefly(self._warnings[name]))
         elif child is not None:
             child.warn()
 
@@ -264,6 +271,7 @@ class Executor(daemon.Shell):
         if exited.cancelled() or self.stopping.is_set():
             return
         del self._children[name]
+        self._warnings.pop(name, None)
         account, waited_s = self.relay.close(name)
         self.post(
             e.HarnessEnded(
@@ -476,6 +484,19 @@ def places_of(tasks: config.TaskConfig) -> Settings:
         file_bytes=tasks.disk_mib << 20,
         processes=tasks.processes,
     )
+
+
+async def _run_briefly(argv: Sequence[str]) -> None:
+    """A word to another program. It may fail: the limit holds without it."""
+    try:
+        process = await asyncio.create_subprocess_exec(*argv, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        log.warning("%s can't be started: %s", argv[0], error)
+        return
+    try:
+        await asyncio.wait_for(process.wait(), WARNING_S)
+    except TimeoutError:
+        process.kill()
 
 
 async def readable(sock: socket.socket) -> None:

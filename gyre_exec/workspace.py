@@ -50,6 +50,7 @@ class CommandLine:
     walled: bool = False  # the harness is in a process namespace of its own, below a process or two of ours
     hands_over: bool = False  # {socket} in argv is the descriptor over which the listening socket comes
     relay_socket: Path | None = None  # a Unix socket of the relay that must listen before the start
+    warning: tuple[str, ...] = ()  # what warns the harness, where a signal to our process does not reach it
 
 
 @dataclass

@@ -8,11 +8,13 @@ that a group's first prompts are the same.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,11 @@ OWN_ETC = {
     "group": "root:x:0:\nagent:x:1000:\n",
     "hosts": "127.0.0.1 localhost\n",
 }
+APPTAINER = ("apptainer", "--quiet", "exec", "--userns", "--containall")  # never with its setuid helper
+APPTAINER_READS = ("PATH", "HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")  # of our environment; nothing goes in
+RELAY = "/relay.sock"
+# a signal to srun kills its step at once; the step itself is warned through Slurm
+WARN_STEP = """scancel --signal=TERM $(squeue -h -s -j "$1" -o '%i %j' | awk -v n="$2" '$2 == n {print $1}')"""
 SHM_BYTES = 64 << 20
 COPY_S = 600.0
 
@@ -94,6 +101,20 @@ class Walled(Workspace):
         """How this kind fetches an image by name; nothing if it can't."""
         return ""
 
+    def fill(self, task: Task) -> None:
+        """With what the image has at the place where the agent works."""
+        image = self.image()
+        within = Path(image, self.inside.relative_to("/"))
+        if image and within.is_dir():
+            shutil.copytree(within, self.root, symlinks=True)
+            return
+        super().fill(task)
+        if image and self.needs.workdir and not Path(image).is_dir():
+            self.copy_out(image)
+
+    def copy_out(self, image: str) -> None:
+        """From an image that is no directory into the workspace. Raises WorkspaceError."""
+
     def base_url(self, execution: str, host_url: str) -> str:
         return host_url if self.needs.network else f"http://127.0.0.1:{PORT}/x/{execution}"
 
@@ -143,10 +164,11 @@ class Bwrap(Walled):
         words = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         words += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--die-with-parent"]
         words += ["--unsetenv", MARK]
-        words += self._system()
+        shown = self.shown(argv)
+        words += self._system([*shown, *(binds or {}).values(), str(self.inside)])
         words += ["--dev", "/dev", "--remount-ro", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
         words += ["--proc", "/proc", "--bind", str(self.harness / "tmp"), "/tmp"]
-        for path in self.shown(argv):
+        for path in shown:
             words += ["--ro-bind", path, path]
         words += ["--bind", str(self.harness), str(HARNESS), "--bind", str(self.root), str(self.inside)]
         for source, target in (binds or {}).items():
@@ -156,14 +178,14 @@ class Bwrap(Walled):
         full = {**self.needs.env, **env}
         return CommandLine(argv=[*self.launcher(*line), *words], env=full, walled=True, hands_over=SOCKET in line)
 
-    def _system(self) -> list[str]:
+    def _system(self, holes: Sequence[str]) -> list[str]:
         """The root file system."""
         image = self.image()
         words: list[str] = []
         if image:
             for entry in sorted(Path(image).iterdir()):
                 if entry.name not in ("dev", "proc", "sys", "tmp", "run"):
-                    words += _mirror(entry, f"/{entry.name}")
+                    words += _mirror(entry, f"/{entry.name}", holes)
             if self.needs.network and Path(image, "etc", "resolv.conf").exists():
                 words += ["--ro-bind", "/etc/resolv.conf", "/etc/resolv.conf"]
             return words
@@ -181,20 +203,20 @@ class Bwrap(Walled):
             words += ["--ro-bind", str(file), f"/etc/{name}"]
         return words
 
-    def fill(self, task: Task) -> None:
-        image = self.image()
-        within = Path(image, self.inside.relative_to("/"))
-        if image and within.is_dir():
-            shutil.copytree(within, self.root, symlinks=True)
-        elif image and Path(image, self.inside.parts[1]).exists():
-            raise WorkspaceError(f"image {image} has no directory {self.inside} for the agent to work in")
-        else:
-            super().fill(task)
 
-
-def _mirror(source: Path, target: str) -> list[str]:
-    """A merged /usr keeps its links as links."""
-    return ["--symlink", str(source.readlink()), target] if source.is_symlink() else ["--ro-bind", str(source), target]
+def _mirror(source: Path, target: str, holes: Sequence[str] = ()) -> list[str]:
+    """Read-only at `target`; links (of a merged /usr) stay links. A directory in which one of `holes` is to appear that
+    it does not have is made of its parts: nothing can be put into what is read-only.
+    """
+    if source.is_symlink():
+        return ["--symlink", str(source.readlink()), target]
+    below = [hole for hole in holes if hole.startswith(f"{target}/")]
+    if all((source / hole[len(target) + 1 :]).exists() for hole in below):
+        return ["--ro-bind", str(source), target]
+    words = ["--dir", target]
+    for part in sorted(source.iterdir()):
+        words += _mirror(part, f"{target}/{part.name}", below)
+    return words
 
 
 class Apptainer(Walled):
@@ -219,7 +241,7 @@ class Apptainer(Walled):
         binds: Mapping[str, str] | None = None,
         reach: bool = True,
     ) -> CommandLine:
-        words = ["apptainer", "--quiet", "exec", "--containall", "--no-mount", "home,cwd,tmp", "--no-umask"]
+        words = [*APPTAINER, "--no-mount", "cwd,tmp", "--no-umask"]
         pairs = {str(self.harness): str(HARNESS), str(self.harness / "tmp"): "/tmp"} | dict(binds or {})
         for source, target in pairs.items():
             words += ["--bind", _bindable(source, target)]
@@ -227,19 +249,16 @@ class Apptainer(Walled):
             words += ["--bind", _bindable(path, path) + ":ro"]
         words += ["--home", _bindable(str(self.root), str(self.inside)), "--pwd", str(self.inside)]
         line = self.network(reach, "--give", SOCKET)
-        full = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": str(self.harness)}
+        full = {name: os.environ[name] for name in APPTAINER_READS if name in os.environ}
         full |= {f"APPTAINERENV_{name}": text for name, text in {**self.needs.env, **env}.items() if name != "HOME"}
         return CommandLine(
             argv=[*self.launcher(*line), *words, self.image(), *argv], env=full, walled=True, hands_over=SOCKET in line
         )
 
-    def fill(self, task: Task) -> None:
-        """The image's own files of the place where the agent works."""
-        super().fill(task)
+    def copy_out(self, image: str) -> None:
         copy = 'if [ -d "$1" ]; then tar -C "$1" -cf - . | tar -C /copy -xf -; fi'
-        words = ["apptainer", "--quiet", "exec", "--containall", "--bind", _bindable(str(self.root), "/copy")]
-        if self.needs.workdir:
-            _fetch([*words, self.image(), "/bin/sh", "-c", copy, "sh", str(self.inside)])
+        words = [*APPTAINER, "--bind", _bindable(str(self.root), "/copy"), image]
+        _fetch([*words, "/bin/sh", "-c", copy, "sh", str(self.inside)])
 
 
 class Pyxis(Walled):
@@ -269,28 +288,29 @@ class Pyxis(Walled):
         binds: Mapping[str, str] | None = None,
         reach: bool = True,
     ) -> CommandLine:
-        relay = self.harness / "relay.sock"
+        line = self.network(reach, "--relay", RELAY)
+        mark = hashlib.blake2b(str(self.folder).encode(), digest_size=8).hexdigest()
+        relay = Path(tempfile.gettempdir(), f"gyre-{mark}.sock")  # a run's own path may be too long for a socket
         pairs = {str(self.root): str(self.inside), str(self.harness): str(HARNESS), str(self.harness / "tmp"): "/tmp"}
         mounts = [f"{source}:{target}" for source, target in (pairs | dict(binds or {})).items()]
         mounts += [f"{path}:{path}:ro" for path in (*self.shown(argv), NETNS)]
+        mounts += [f"{relay}:{RELAY}"] if "--relay" in line else []
         words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--gres=none", "--quiet", f"--job-name={self.step()}"]
         words += [f"--nodelist={os.environ['SLURMD_NODENAME']}"] if "SLURMD_NODENAME" in os.environ else []
         words += [f"--container-image={self.image()}", f"--container-mounts={','.join(mounts)}"]
         words += [f"--container-workdir={self.inside}", "--no-container-mount-home", "--container-readonly"]
         words += [f"--container-env={','.join(sorted({**self.needs.env, **env}))}"]
-        line = self.network(reach, "--relay", str(HARNESS / "relay.sock"))
         inner = ["python3", *self.launcher(*line)[1:]]
         full = {**_slurm_words(), **self.needs.env, **env}
         socket = relay if "--relay" in line else None
-        return CommandLine(argv=[*words, *inner, *argv], env=full, relay_socket=socket)
+        warning = ("/bin/sh", "-c", WARN_STEP, "sh", os.environ.get("SLURM_JOB_ID", ""), self.step())
+        return CommandLine(argv=[*words, *inner, *argv], env=full, relay_socket=socket, warning=warning)
 
-    def fill(self, task: Task) -> None:
-        super().fill(task)
+    def copy_out(self, image: str) -> None:
         copy = 'if [ -d "$1" ]; then cp -a "$1"/. /copy/; fi'
-        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--gres=none", f"--container-image={self.image()}"]
+        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--gres=none", f"--container-image={image}"]
         words += [f"--container-mounts={self.root}:/copy", "--no-container-mount-home", "/bin/sh", "-c", copy, "sh"]
-        if self.needs.workdir:
-            _fetch([*words, str(self.inside)])
+        _fetch([*words, str(self.inside)])
 
 
 def plain_name(image: str) -> str:

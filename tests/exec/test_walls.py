@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ import pytest
 
 from gyre_base.vocabulary import Outcome
 from gyre_exec import child as children
-from tests.exec.rig import Proxyd, nothing_left, rig, task
+from gyre_exec.workspace_kinds import NETNS
+from tests.exec.rig import ROOT, Proxyd, nothing_left, rig, task
 
 WRITE = ("write", "answer", "seven77")
 
 
 def works(*words: str) -> bool:
     """Whether this machine lets us do that."""
+    if words[0].startswith("/"):
+        return Path(words[0]).exists() and subprocess.run(words, capture_output=True, timeout=60).returncode == 0
     return shutil.which(words[0]) is not None and subprocess.run(words, capture_output=True, timeout=60).returncode == 0
 
 
@@ -58,8 +63,8 @@ async def test_an_agent_in_bwrap_sees_its_workspace_and_reaches_its_model_and_no
 async def test_the_limit_warns_what_runs_within_the_walls_and_then_ends_all_of_it(tmp_path: Path) -> None:
     async with rig(tmp_path, workspace="bwrap", grace_s=0.5) as (cellctl, _proxyd, executor):
         polite = task(["call", "x"], ["warned", "answer"], ["sleep", 60])
-        await cellctl.order("polite", polite, limit_s=1.0)
-        await cellctl.order("deaf", task(["call", "x"], ["stubborn"], ["fork"], ["escape"], WRITE, ["sleep", 60]), 1.0)
+        await cellctl.order("polite", polite, limit_s=4.0)
+        await cellctl.order("deaf", task(["call", "x"], ["stubborn"], ["fork"], ["escape"], WRITE, ["sleep", 60]), 4.0)
         await cellctl.order("quick", task(["call", "x"], ["fork"], ["escape"], WRITE))
         heard, deaf, quick = [await cellctl.outcome(name) for name in ("polite", "deaf", "quick")]
         assert (heard.outcome, heard.score, heard.exit_code) == (Outcome.PARTIAL, 0.6, 0)
@@ -95,15 +100,8 @@ async def test_an_image_that_is_not_there_is_our_failure_with_what_to_do(tmp_pat
 
 @needs_bwrap
 async def test_a_task_may_ask_for_the_network_and_an_image_directory_is_the_root(tmp_path: Path) -> None:
-    image = tmp_path / "images" / "tiny_1"
-    for name in ("usr", "bin", "lib", "lib64"):
-        if Path("/", name).is_symlink():
-            (image / name).parent.mkdir(parents=True, exist_ok=True)
-            (image / name).symlink_to(Path("/", name).readlink())
-    (image / "etc").mkdir()
+    image = rootfs(tmp_path / "images" / "tiny_1")
     (image / "etc" / "release").write_text("tiny")
-    (image / "app").mkdir()
-    (image / "app" / "given").write_text("by the image")
     visible = ["/usr"]
     settings: dict[str, Any] = {"images": str(tmp_path / "images"), "visible": visible, "keep_workspaces": True}
     async with rig(tmp_path / "run", workspace="bwrap", **settings) as (cellctl, _proxyd, executor):
@@ -114,8 +112,76 @@ async def test_a_task_may_ask_for_the_network_and_an_image_directory_is_the_root
         place = executor.run.path("executions", "e1", "workspace")
         seen: dict[str, Any] = json.loads((place / "look.json").read_text())
         assert (place / "given").read_text() == "by the image" and seen["cwd"] == "/app"
-        assert "/etc/release" in seen["files"] and "/etc/passwd" not in seen["files"]
+        assert "/etc/release" in seen["files"] and "/etc/ld.so.cache" not in seen["files"]
         assert seen["interfaces"] == sorted(p.name for p in Path("/sys/class/net").iterdir())
+
+
+APPTAINER = shutil.which("apptainer") or str(ROOT / ".apptainer" / "bin" / "apptainer")
+needs_apptainer = pytest.mark.skipif(
+    not works(APPTAINER, "--version"), reason="apptainer is not installed (make apptainer, as root on Debian)"
+)
+
+
+def rootfs(place: Path) -> Path:
+    """An image directory that shows this machine's programs; /usr itself comes by tasks.visible."""
+    for name in ("bin", "lib", "lib64"):
+        if Path("/", name).is_symlink():
+            place.mkdir(parents=True, exist_ok=True)
+            (place / name).symlink_to(Path("/", name).readlink())
+    for name in ("etc", "usr", "app", "dev", "proc", "sys", "tmp", "root"):
+        (place / name).mkdir()
+    (place / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (place / "etc" / "group").write_text("root:x:0:\n")
+    (place / "app" / "given").write_text("by the image")
+    return place
+
+
+@needs_apptainer
+async def test_apptainer_is_the_same_workspace_behind_other_walls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(APPTAINER).parent}:{os.environ['PATH']}")
+    settings: dict[str, Any] = {"image": str(rootfs(tmp_path / "image")), "visible": ["/usr"], "keep_workspaces": True}
+    async with rig(tmp_path / "run", workspace="apptainer", grace_s=0.5, **settings) as (cellctl, proxyd, executor):
+        steps = ["call", "hi"], ["stream", "ho"], ["look", "look.json"], WRITE
+        await cellctl.order("e1", task(*steps) | {"needs": {"workdir": "/app"}})
+        await cellctl.order("late", task(["call", "x"], ["warned", "answer"], ["fork"], ["escape"], ["sleep", 60]), 5.0)
+        done, late = await cellctl.outcome("e1", 60.0), await cellctl.outcome("late", 60.0)
+        assert (done.outcome, done.score, done.calls, done.harness_errors) == (Outcome.SCORED, 0.7, 2, 0), done
+        assert (late.outcome, late.score) == (Outcome.PARTIAL, 0.6), late
+        assert sorted(proxyd.paths) == ["/x/e1/v1/chat/completions"] * 2 + ["/x/late/v1/chat/completions"]
+        place = executor.run.path("executions", "e1", "workspace")
+        seen: dict[str, Any] = json.loads((place / "look.json").read_text())
+        assert (seen["interfaces"], seen["cwd"]) == (["lo"], "/app")
+        assert seen["writable"] == ["/dev"], "a small one of its own"
+        assert (place / "given").read_text() == "by the image"
+        assert not [f for f in seen["files"] if str(executor.run.root) in f or f.endswith(("tasks.jsonl", "judge.py"))]
+        assert not [k for k in seen["environment"] if k == "GYRE_FOLDER"]
+        assert await nothing_left(executor.run)
+        await cellctl.until(lambda: children.descendants(executor.process.pid) == [executor.guard()])
+
+
+@needs_bwrap  # the same right to make namespaces
+async def test_where_the_executor_is_no_ancestor_connections_are_forwarded_to_its_socket(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readline()
+        writer.write(b"%d:" % len(await reader.readexactly(int(head))) + b"x" * 3_000_000)
+        writer.close()
+
+    relay = tmp_path / "r.sock"
+    server = await asyncio.start_unix_server(answer, str(relay))
+    script = (
+        "exec 3<>/dev/tcp/127.0.0.1/4000; echo 2000000 >&3; head -c 2000000 /dev/zero >&3; cat <&3; ls /sys/class/net"
+    )
+    words = (sys.executable, "-I", "-S", NETNS, "--network", "4000", "--relay", str(relay), "--", "bash", "-c", script)
+    process = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE, start_new_session=True)
+    out, _ = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 0 and out.startswith(b"2000000:x") and out.count(b"x") == 3_000_000
+    with pytest.raises(ProcessLookupError):  # the forwarder went with the program
+        for _ in range(100):
+            os.killpg(process.pid, 0)
+            await asyncio.sleep(0.02)
+    server.close()
 
 
 @needs_bwrap
