@@ -8,6 +8,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Wishes:
 
 def run(wishes: Wishes) -> int:
     """The exit code: 0 if the outcome counts, 1 if not."""
+    wishes = dataclasses.replace(wishes, script=wishes.script.absolute() if wishes.script else None)
     task, body = find_task(wishes.task)
     if wishes.run_dir is not None and Path(wishes.run_dir, "run.json").exists() and wishes.script is None:
         root, config = _existing(wishes)
@@ -62,18 +64,19 @@ def run(wishes: Wishes) -> int:
         execution=execution, group="exec", task=body, attempt=0, purpose=Purpose.EVAL_SAMPLED, limit_s=limit_s
     )
     found: list[m.ExecutionFinished | None] = []
+    why: list[str] = []
 
     async def main() -> None:
-        models = against_run(root, config, order) if live else against_script(root, config, order, wishes)
-        async with models:
-            from gyre_exec.single import run_one
+        from gyre_exec.single import run_one
 
-            found.append(await run_one(root, config, order))
+        models = against_run(root, config, order) if live else against_script(root, config, order, wishes)
+        async with models as hopeless:
+            found.append(await run_one(root, config, order, hopeless))
+            why.extend([hopeless.result()] if hopeless.done() else [])
 
     run_main(main)
     if found[0] is None:
-        click.echo("stopped before it ended", err=True)
-        return common.NO
+        common.fail(why[0] if why else "stopped before it ended", common.NO)
     tell(found[0], root, wishes.as_json)
     return 0 if found[0].outcome.counts else common.NO
 
@@ -149,8 +152,8 @@ def _made(wishes: Wishes, task: Task) -> tuple[RunDir, Config]:
     root = RunDir.create_new(wishes.run_dir or "runs/exec")
     make_keys(root)
     root.write_atomic("run.json", configuration.to_json(config))
-    if file:
-        os.chdir(file.parent)  # relative files of the harness's command are beside its configuration
+    if file and not wishes.command:
+        os.chdir(file.parent)  # relative files of that harness's command are beside its configuration
     return root, config
 
 
@@ -158,7 +161,7 @@ def _made(wishes: Wishes, task: Task) -> tuple[RunDir, Config]:
 
 
 @contextlib.asynccontextmanager
-async def against_run(run: RunDir, config: Config, order: m.ExecutionOrder) -> AsyncIterator[None]:
+async def against_run(run: RunDir, config: Config, order: m.ExecutionOrder) -> AsyncIterator[asyncio.Future[str]]:
     """The proxyd of a run that serves: it is told of the execution, and that it is over."""
     client = Client(run, load_keys(run), "proxyd")
     temperature = config.rollout.temperature
@@ -167,7 +170,7 @@ async def against_run(run: RunDir, config: Config, order: m.ExecutionOrder) -> A
         answer = await client.ask(opening, timeout_s=5.0)
         if not isinstance(answer, m.Done):
             raise ConfigError(f"proxyd does not take this execution: {answer}")
-        yield
+        yield asyncio.get_running_loop().create_future()
         with contextlib.suppress(NoAnswer):
             await client.ask(m.CloseExecution(execution=order.execution), timeout_s=5.0)
     finally:
@@ -175,7 +178,9 @@ async def against_run(run: RunDir, config: Config, order: m.ExecutionOrder) -> A
 
 
 @contextlib.asynccontextmanager
-async def against_script(run: RunDir, config: Config, order: m.ExecutionOrder, wishes: Wishes) -> AsyncIterator[None]:
+async def against_script(
+    run: RunDir, config: Config, order: m.ExecutionOrder, wishes: Wishes
+) -> AsyncIterator[asyncio.Future[str]]:
     """A scripted engine, a proxyd of its own, and the little that it needs of a scheduler."""
     from gyre_cli.scripted import ScriptedEngine, read_script
 
@@ -189,12 +194,15 @@ async def against_script(run: RunDir, config: Config, order: m.ExecutionOrder, w
     server = Server(run, keys, kind="cellctl", name="cellctl", life=run.next_life("cellctl"), bind="127.0.0.1")
     server.start()
     telling = asyncio.ensure_future(_tell_proxyd(server, order, engine.url, config))
-    proxyd = _start_proxyd(run)
+    proxyd = await _start_proxyd(run)
+    ended = asyncio.ensure_future(_ended(proxyd, run))
     try:
-        yield
+        yield ended
     finally:
-        proxyd.terminate()
-        await asyncio.to_thread(proxyd.wait)
+        ended.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            proxyd.terminate()
+        await proxyd.wait()
         telling.cancel()
         server.close()
         await engine.stop()
@@ -202,12 +210,20 @@ async def against_script(run: RunDir, config: Config, order: m.ExecutionOrder, w
         click.echo(f"the script ran out: {engine.ran_out} calls were answered with nothing ({script})", err=True)
 
 
-def _start_proxyd(run: RunDir) -> subprocess.Popen[bytes]:
+async def _start_proxyd(run: RunDir) -> Process:
     command = [sys.executable, "-m", "gyre_cli.proxyd", "run", "--run", str(run.root)]
-    with open(run.path("log", "proxyd.out"), "ab") as output:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
+    with open(run.path("log", "proxyd.out"), "wb") as output:
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
         )
+
+
+async def _ended(proxyd: Process, run: RunDir) -> str:
+    """Its last words, when it has ended: without it nobody answers."""
+    await proxyd.wait()
+    words = run.path("log", "proxyd.out").read_text(errors="replace").strip().splitlines()
+    last = words[-1].removeprefix("error: ") if words else f"no word in {run.path('log', 'proxyd.log')}"
+    return f"proxyd ended with code {proxyd.returncode}: {last}"
 
 
 async def _tell_proxyd(server: Server, order: m.ExecutionOrder, url: str, config: Config) -> None:

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ MINUTES = 24 * 60  # of a Slurm job unless executor_options say another `time`
 
 class LaunchError(RuntimeError):
     """Jobs can't be submitted: says what to do."""
+
+
+class Away(LaunchError):
+    """Nobody answers just now; the next look asks again."""
 
 
 def serve_executor(run_dir: str, name: str) -> int:
@@ -70,7 +74,7 @@ class Backend(ABC):
         """By name. Raises LaunchError if nobody can tell."""
 
     @abstractmethod
-    def cancel(self, jobs: Iterable[str]) -> None:
+    def cancel(self, jobs: Mapping[str, str]) -> None:
         """TERM to the executors of these jobs."""
 
 
@@ -101,10 +105,13 @@ class Local(Backend):
         except RunLocked:
             return True
 
-    def cancel(self, jobs: Iterable[str]) -> None:
-        for job in jobs:
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(job), signal.SIGTERM)
+    def cancel(self, jobs: Mapping[str, str]) -> None:
+        for name, job in jobs.items():
+            with contextlib.suppress(ProcessLookupError):
+                if job in self._jobs:
+                    os.kill(int(job), signal.SIGTERM)
+                elif self._runs(name, job):  # its number may be another's by now: the lock says who it is
+                    os.kill(int(self.run.path("lives", f"{name}.lock").read_text().partition("@")[0]), signal.SIGTERM)
 
 
 class Slurm(Backend):
@@ -155,10 +162,9 @@ class Slurm(Backend):
         alive = {name: found[job] for name, job in jobs.items() if found.get(job, "COMPLETED") not in ended}
         return {name: "running" if state == "RUNNING" else "pending" for name, state in alive.items()}
 
-    def cancel(self, jobs: Iterable[str]) -> None:
-        ids = list(jobs)
-        if ids:
-            _slurm("scancel", *ids)
+    def cancel(self, jobs: Mapping[str, str]) -> None:
+        if jobs:
+            _slurm("scancel", *jobs.values())
 
 
 def _submitit() -> Any:
@@ -176,7 +182,8 @@ def _said_as_launch_error() -> Any:
     except LaunchError:
         raise
     except Exception as error:  # submitit raises RuntimeError, ValueError and its own, by what went wrong
-        raise LaunchError(f"no job can be submitted: {str(error).strip()[:500]}") from None
+        kind = Away if "contact slurm controller" in str(error) or "timed out" in str(error) else LaunchError
+        raise kind(f"no job can be submitted: {str(error).strip()[:500]}") from None
 
 
 @contextlib.contextmanager
@@ -196,7 +203,7 @@ def _slurm(*words: str, fine: tuple[int, ...] = ()) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=SLURM_CALL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{words[0]} does not answer: {error}") from None
+        raise Away(f"{words[0]} does not answer: {error}") from None
     if done.returncode and not (done.returncode in fine and "nvalid job id" in done.stderr):
         raise LaunchError(f"{words[0]}: {done.stderr.strip()[:300]}")
     return done.stdout
@@ -218,6 +225,7 @@ class Keeper:
         self.journal = Journal(run.path("journal", "ex-pool.jsonl"))
         self.jobs: dict[str, str] = _read_jobs(run)
         self.look_s = SLURM_LOOK_S if cluster.executor_partition else LOOK_S
+        self._submitted = bool(self.jobs)
         self._said = ""
 
     async def serve(self, stopping: asyncio.Event) -> None:
@@ -226,6 +234,8 @@ class Keeper:
                 await self._look()
                 self._said = ""
             except (bus.NoAnswer, LaunchError) as error:  # the next look asks again
+                if isinstance(error, LaunchError) and not isinstance(error, Away) and not self._submitted:
+                    raise  # a first job that is refused will be refused again
                 if str(error) != self._said:
                     log.warning("%s", error)
                 self._said = str(error)
@@ -251,10 +261,11 @@ class Keeper:
         match command:
             case pool.Submit(names=names):
                 made = await asyncio.to_thread(self.backend.submit, names)
+                self._submitted = True
                 self._keep({**self.jobs, **made})
                 log.info("submitted %s", ", ".join(f"{name} as {job}" for name, job in made.items()))
             case pool.Withdraw(name=name):
-                await asyncio.to_thread(self.backend.cancel, [self.jobs[name]])
+                await asyncio.to_thread(self.backend.cancel, {name: self.jobs[name]})
                 log.info("withdrew %s: no work for it", name)
             case pool.Leave(name=name):
                 await self._dismiss(name)
@@ -277,7 +288,7 @@ class Keeper:
     async def _end(self) -> None:
         """All jobs; executors end what they run and say goodbye."""
         with contextlib.suppress(LaunchError):
-            await asyncio.to_thread(self.backend.cancel, list(self.jobs.values()))
+            await asyncio.to_thread(self.backend.cancel, self.jobs)
             for _ in range(int(END_S / 0.25)):
                 if not await asyncio.to_thread(self.backend.states, self.jobs):
                     self._keep({})

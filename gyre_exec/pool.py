@@ -106,8 +106,9 @@ class Pool:
             return self._shrink(seen.held, spare, now)
         if spare == 0 or now < self._not_before:
             return []
-        free = (f"ex{i}" for i in range(self.bounds.most + len(self._alive)))
-        names = tuple(n for n in free if n not in self._alive)[:-spare]
+        taken = self._alive | set(seen.held)  # one that cellctl still knows is not over yet, or is somebody else's
+        free = (f"ex{i}" for i in range(self.bounds.most + len(taken)))
+        names = tuple(n for n in free if n not in taken)[:-spare]
         self._asked |= dict.fromkeys(names, now)
         self._alive |= set(names)
         return [Submit(names=names)]

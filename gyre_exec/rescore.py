@@ -36,6 +36,10 @@ from gyre_exec.workspace import kinds
 
 RETRIES = 1
 OLD = "task"  # the word for: each task's own evaluator as its file has it now
+MEASURED = frozenset(  # what says something about the agent; a failure of ours is not measured into a score
+    {Outcome.SCORED, Outcome.PARTIAL, Outcome.NO_ARTIFACT, Outcome.EVALUATOR_FAILED}
+)
+Ruler = Callable[[Task, bool], Evaluator]  # (task, whether time had run out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ class Plan:
 # ---- which ruler --------------------------------------------------------------------------------------------------
 
 
-def ruler_from(source: str, run: RunDir) -> Callable[[Task], Evaluator]:
+def ruler_from(source: str, run: RunDir) -> Ruler:
     """The ruler of each task: `task`, or a TOML or JSON file with one evaluator for all. Raises TaskError.
 
     A ruler without hidden tests of its own uses the task's; a rubric without an instruction is told the task's.
@@ -87,7 +91,8 @@ def ruler_from(source: str, run: RunDir) -> Callable[[Task], Evaluator]:
     where, folder = str(path), str(path.absolute().parent)
     evaluator_of(body, where)
 
-    def ruler(task: Task) -> Evaluator:
+    def ruler(task: Task, late: bool) -> Evaluator:
+        del late
         given = {**body, "instruction": body.get("instruction") or task.instruction} if _is_rubric(body) else body
         made = evaluator_of(given, where)
         tests = made.tests if made.tests else task.evaluator.tests
@@ -107,16 +112,19 @@ def _anchored(command: tuple[str, ...], folder: str) -> Iterator[str]:
         yield str(beside) if word.endswith((".py", ".sh")) and "{" not in word and beside.is_file() else word
 
 
-def _current_rulers(run: RunDir) -> Callable[[Task], Evaluator]:
+def _current_rulers(run: RunDir) -> Ruler:
     settings = configuration.from_json(run.path("run.json").read_text()).tasks
     now: dict[str, Task] = {}
     for source in filter(None, (settings.train, settings.heldout)):
         now |= {task.id: task for task in load(Path(source))}
 
-    def ruler(task: Task) -> Evaluator:
+    def ruler(task: Task, late: bool) -> Evaluator:
         if task.id not in now:
             raise TaskError(f"no task {task.id} in the run's task files any more")
-        return now[task.id].evaluator
+        found = now[task.id].ruler(time_up=late)
+        if found is None:
+            raise TaskError(f"task {task.id} says now that work which ran out of time can't be graded")
+        return found
 
     return ruler
 
@@ -124,14 +132,14 @@ def _current_rulers(run: RunDir) -> Callable[[Task], Evaluator]:
 # ---- what there is ------------------------------------------------------------------------------------------------
 
 
-def plan(run: RunDir, ruler: Callable[[Task], Evaluator]) -> Plan:
+def plan(run: RunDir, ruler: Ruler) -> Plan:
     """Every ended execution with a kept state."""
     jobs, refused, lost = {}, [], 0
     settings = configuration.from_json(run.path("run.json").read_text()).tasks
     for story in stories(run):
         name = story.execution
         old = outcome_of(run.path("executions", name), story)
-        if old is None or old["outcome"] == Outcome.CANCELLED.value:
+        if old is None or Outcome(old["outcome"]) not in MEASURED:
             continue
         kept = states.find(run, name)
         if kept is None:
@@ -139,7 +147,8 @@ def plan(run: RunDir, ruler: Callable[[Task], Evaluator]) -> Plan:
             continue
         try:
             task = story.task(_folder_of(story, settings))
-            jobs[name] = Job(execution=name, story=story, old=old, task=task, ruler=ruler(task), kept=kept)
+            chosen = ruler(task, old["outcome"] == Outcome.PARTIAL.value)
+            jobs[name] = Job(execution=name, story=story, old=old, task=task, ruler=chosen, kept=kept)
         except TaskError as error:
             refused.append((name, str(error)))
     return Plan(jobs=tuple(jobs.values()), lost=lost, refused=tuple(refused))

@@ -63,8 +63,9 @@ def main(argv: list[str]) -> int:
 
 def shown_files(workspace: Path, patterns: list[str], budget_chars: int) -> Iterator[tuple[str, str]]:
     """Text files by relative path, sorted, within the budget. Links are not followed."""
+    top = workspace.resolve()
     found = {p for pattern in patterns for p in workspace.glob(pattern) if p.is_file() and not p.is_symlink()}
-    for path in sorted(found):
+    for path in sorted(p for p in found if p.resolve().is_relative_to(top)):  # not through a linked directory either
         name = path.relative_to(workspace).as_posix()
         if budget_chars <= 0 or any(part in SKIPPED for part in path.parts):
             continue

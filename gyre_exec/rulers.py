@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,21 @@ def _command(command: Any, where: str) -> list[str]:
     return command
 
 
+def _is_patterns(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(p, str) and p and not p.startswith("/") and ".." not in p.split("/") for p in value)
+
+
+RUBRIC_KEYS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("base_url", lambda v: isinstance(v, str) and v.startswith(("http://", "https://")), "an http or https address"),
+    ("api_key_env", lambda v: isinstance(v, str) and v.isidentifier(), "the name of a variable"),
+    ("files", _is_patterns, "a list of patterns below the workspace, such as src/**/*.py"),
+    ("max_chars", lambda v: type(v) is int and v > 0, "a whole number above 0"),
+    ("samples", lambda v: type(v) is int and 1 <= v <= 100, "a whole number from 1 to 100"),
+)
+
+
 def _rubric(body: Mapping[str, Any], where: str) -> str:
     """What the judge reads: criteria, model, endpoint. The endpoint may be left to the environment."""
     criteria = body.get("criteria")
@@ -104,10 +119,10 @@ def _rubric(body: Mapping[str, Any], where: str) -> str:
     if not isinstance(model, str) or not model:
         raise TaskError(f"{where}: a rubric needs `model`: which one judges is a part of the ruler")
     spec = {"criteria": criteria, "model": model, "instruction": body.get("instruction", "")}
-    for key, kind in (("base_url", str), ("api_key_env", str), ("files", list), ("max_chars", int), ("samples", int)):
+    for key, is_right, wanted in RUBRIC_KEYS:
         if key in body:
-            if not isinstance(body[key], kind):
-                raise TaskError(f"{where}: evaluator.{key} must be {kind.__name__}, not {body[key]!r}")
+            if not is_right(body[key]):
+                raise TaskError(f"{where}: evaluator.{key} must be {wanted}, not {body[key]!r}")
             spec[key] = body[key]
     return json.dumps(spec, sort_keys=True)
 

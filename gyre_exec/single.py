@@ -38,13 +38,17 @@ class Single(Executor):
         return
 
 
-async def run_one(run: RunDir, settings: config.Config, order: m.ExecutionOrder) -> m.ExecutionFinished | None:
-    """The outcome, or None if a signal came first. What it printed is packed when this returns. Raises ValueError."""
+async def run_one(
+    run: RunDir, settings: config.Config, order: m.ExecutionOrder, hopeless: asyncio.Future[Any]
+) -> m.ExecutionFinished | None:
+    """The outcome, or None if a signal came first or nobody will ever answer (`hopeless` is done). What it printed is
+    packed when this returns. Raises ValueError.
+    """
     with run.lock("exec"):
         single = Single(run, settings, order)
         serving = asyncio.ensure_future(single.serve())
-        either: set[asyncio.Future[Any]] = {single.outcome, serving}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {single.outcome, serving, hopeless}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         single.stopping.set()
         await serving
     keep = settings.tasks.keep_workspaces

@@ -48,8 +48,8 @@ def test_a_command_of_ones_own_and_a_script_that_is_too_short(tmp_path):
     agent = tmp_path / "agent.sh"
     agent.write_text('test -n "$OPENAI_BASE_URL" && echo "I was told: $1"\n')
     said = say(
-        *("gyre", "exec", "--task", TASKS, "--script", str(tmp_path / "script.json"), "--json", "--harness", "command"),
-        *("--", "bash", str(agent)),
+        *("gyre", "exec", "--task", TASKS, "--script", "script.json", "--json", "--harness", "command"),
+        *("--", "bash", "agent.sh"),
         cwd=tmp_path,
     )
     assert outcome(said)["outcome"] == "no_artifact"
@@ -74,6 +74,16 @@ def test_bad_usage_says_what_to_do(tmp_path, words, complaint):
 def test_a_bad_script_is_named(tmp_path, text, complaint):
     (tmp_path / "s.json").write_text(text)
     complains(say("gyre", "exec", "--task", TASKS, "--script", str(tmp_path / "s.json"), cwd=tmp_path), 2, complaint)
+
+
+def test_a_proxyd_that_can_not_start_is_said_at_once(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_bytes((EXAMPLE / "tokenizer" / "tokenizer.json").read_bytes())
+    (tmp_path / "gyre.toml").write_text('[model]\ntokenizer = "tokenizer"\n[tasks]\nharness = ["sleep"]\n')
+    (tmp_path / "s.json").write_text('["x"]')
+    words = ("--config", "gyre.toml", "--script", "s.json", "--", "sh", "-c", "sleep 600")
+    said = say("gyre", "exec", "--task", TASKS, *words, cwd=tmp_path)
+    complains(said, 1, "proxyd ended with code 2", "chat_template")
 
 
 async def test_a_task_runs_against_the_proxyd_of_a_run_and_leaves_it_as_it_was(tmp_path):

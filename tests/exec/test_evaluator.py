@@ -219,6 +219,17 @@ async def test_a_refused_key_or_a_missing_endpoint_is_said(tmp_path: Path, monke
         assert len(seen) == 1
 
 
+async def test_a_judge_is_shown_nothing_from_outside_the_workspace(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key.py").write_text("s3cret")
+    folder = state(tmp_path / "höch st/e1/workspace", a__py="mine")
+    (folder / "src").symlink_to(tmp_path / "private")
+    (folder / "b.py").symlink_to(tmp_path / "private" / "key.py")
+    async with judge_at(lambda body, n: says(verdict(tests=1, names=1))) as (url, seen):
+        done = await run(tmp_path, rubric(base_url=url, files=["**/*.py", "src/*.py"]))
+        assert done.score == 1.0 and "mine" in str(seen) and "s3cret" not in str(seen)
+
+
 async def test_nothing_in_the_workspace_is_nothing_to_score(tmp_path: Path) -> None:
     assert (await run(tmp_path, rubric(base_url="http://127.0.0.1:1"))).verdict == "no_artifact"
 

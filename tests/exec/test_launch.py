@@ -160,6 +160,22 @@ async def test_an_executor_that_holds_something_does_not_leave_when_asked(tmp_pa
         assert await asyncio.to_thread(executor.process.wait, 20) == 0 and cellctl.goodbyes
 
 
+def test_a_pool_whose_first_job_is_refused_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = slurm(tmp_path, monkeypatch)
+    tool(tmp_path, "sbatch", "echo 'sbatch: error: invalid partition specified: cpu' >&2; exit 1")
+
+    async def keep() -> None:
+        settings = config.from_json(backend.run.path("run.json").read_text())
+        keeper = launch.Keeper(backend.run, settings, backend, 1)
+        await keeper._perform(launch.pool.Submit(names=("ex0",)))
+
+    with pytest.raises(launch.LaunchError, match="invalid partition specified: cpu") as caught:
+        asyncio.run(keep())
+    assert not isinstance(caught.value, launch.Away)
+
+
 # ---- Slurm, as it would be told -----------------------------------------------------------------------------------
 
 
@@ -170,6 +186,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **cluster: Any) -> la
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     tree = {"cluster": {"executor_partition": "cpu", **cluster}}
     return launch.Slurm(make_run(tmp_path / "run"), config.from_tree(tree).cluster)
+
+
+def tool(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
 
 
 def test_what_sbatch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +206,7 @@ def test_what_sbatch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_wrong_option_is_said_with_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = slurm(tmp_path, monkeypatch, executor_options=("time=soon",))
-    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid --time specification' >&2; exit 1\n")
-    (tmp_path / "sbatch").chmod(0o755)
+    tool(tmp_path, "sbatch", "echo 'sbatch: error: Invalid --time specification' >&2; exit 1")
     with pytest.raises(launch.LaunchError, match="Invalid --time specification"):
         backend.submit(["ex0"])
 
@@ -203,8 +223,7 @@ def test_what_squeue_says_of_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: str, states: dict[str, str]
 ) -> None:
     backend = slurm(tmp_path, monkeypatch)
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
-    (tmp_path / "squeue").chmod(0o755)
+    tool(tmp_path, "squeue", f"printf '{listing}'")
     assert backend.states({"ex0": "7_0", "ex1": "7_1", "ex2": "9"}) == states
 
 

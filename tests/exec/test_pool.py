@@ -60,6 +60,11 @@ def test_a_lost_executors_place_is_filled_at_once_under_its_name() -> None:
     assert core.handle(Seen(level=15, held={"ex1": 7}, jobs=running("ex1")), 2.0) == [Submit(names=("ex0",))]
 
 
+def test_a_name_that_somebody_still_has_is_not_given_again() -> None:
+    core = pool()
+    assert core.handle(Seen(level=15, held={"ex0": 8}, jobs={}), 0.0) == [Submit(names=("ex1", "ex2"))]
+
+
 def test_jobs_that_end_before_they_join_are_tried_more_and_more_slowly() -> None:
     core, now, tries = pool(), 0.0, []
     while now < 400.0:

@@ -26,6 +26,9 @@ GOOD: dict[str, Any] = {
 }
 
 
+RUBRIC: dict[str, Any] = {"kind": "rubric", "model": "m", "criteria": [{"name": "a", "text": "b"}]}
+
+
 def changed(**change: Any) -> dict[str, Any]:
     return {key: value for key, value in {**GOOD, **change}.items() if value is not ...}
 
@@ -228,6 +231,12 @@ def test_every_bad_directory_of_a_tree_is_named_with_its_line(tmp_path: Path) ->
         ({"evaluator": {"kind": "rubric", "model": "m"}}, "a rubric needs `criteria`"),
         ({"evaluator": {"kind": "rubric", "criteria": [{"name": "a", "text": "b"}]}}, "a rubric needs `model`"),
         ({"evaluator": {"kind": "rubric", "criteria": [{"name": "a"}], "model": "m"}}, "criteria[1] must have"),
+        ({"evaluator": {**RUBRIC, "samples": 0}}, "evaluator.samples must be a whole number from 1 to 100"),
+        (
+            {"evaluator": {**RUBRIC, "files": ["../*"]}},
+            "evaluator.files must be a list of patterns below the workspace",
+        ),
+        ({"evaluator": {**RUBRIC, "base_url": "judge:80"}}, "evaluator.base_url must be an http or https address"),
         ({"evaluator": {"command": ["x"], "retries": -1}}, "evaluator.retries must be a whole number"),
         ({"evaluator": {"command": ["x"], "version": "a b"}}, "name and version are letters"),
         ({"evaluator": {"command": ["x"], "env": {"A": 1}}}, "evaluator.env must be an object of texts"),
