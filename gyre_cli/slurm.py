@@ -16,6 +16,7 @@ from pathlib import Path
 CALL_S = 10.0  # a client whose controller is gone would wait for minutes
 COMMENT = "gyre:"  # a job's comment is this and its run directory: squeue then tells which run a job is
 FORMAT = "%i|%T|%P|%D|%N|%L|%e|%r|%j|%k"
+OPTIONS_IN_ENVIRONMENT = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_")
 LIVING = ("RUNNING", "COMPLETING", "SUSPENDED")
 
 
@@ -51,11 +52,11 @@ def here() -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours without what a surrounding job or step left in it: srun and sbatch would take that for options."""
+    """Ours without what a surrounding job or a user's habits left in it: the clients would take that for options."""
     return {
         key: value
         for key, value in os.environ.items()
-        if key == "SLURM_CONF" or not key.startswith(("SLURM_", "SBATCH_", "SALLOC_", "SRUN_"))
+        if key == "SLURM_CONF" or not key.startswith(OPTIONS_IN_ENVIRONMENT)
     }
 
 

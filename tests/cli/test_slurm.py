@@ -69,11 +69,11 @@ def test_what_a_client_complains_is_one_line():
 
 
 def test_clients_get_nothing_of_a_surrounding_job(monkeypatch):
-    for key in ("SLURM_JOB_ID", "SLURM_NTASKS", "SBATCH_PARTITION", "SLURM_CONF", "HOME"):
+    for key in ("SLURM_JOB_ID", "SLURM_NTASKS", "SBATCH_PARTITION", "SQUEUE_STATES", "SLURM_CONF", "HOME"):
         monkeypatch.setenv(key, "x")
     kept = slurm.clean_environment()
     assert {"SLURM_CONF", "HOME"} <= set(kept)
-    assert not {"SLURM_JOB_ID", "SLURM_NTASKS", "SBATCH_PARTITION"} & set(kept)
+    assert not {"SLURM_JOB_ID", "SLURM_NTASKS", "SBATCH_PARTITION", "SQUEUE_STATES"} & set(kept)
 
 
 def test_a_missing_or_a_silent_client_says_so(tmp_path, monkeypatch):
