@@ -42,6 +42,7 @@ class Downstream(asyncio.Protocol):
         self._next: deque[http1.Message] = deque()
         self._told_to_continue = False
         self._broke = False  # it ended before the client had everything
+        self._lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -94,20 +95,18 @@ class Downstream(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
+        self._broke = True
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def has_all(self) -> bool:
         """Whether the client's machine has taken every byte that was written, and did not throw any away."""
-        if self._broke or self._transport is None:
-            return False
-        return self._transport.is_closing() or self._flushed()
+        return not self._broke and (self._lost or self._flushed())
 
     def _flushed(self) -> bool:
         """Nothing is left in our buffer or unacknowledged in the kernel's."""
-        assert self._transport is not None
-        if self._transport.get_write_buffer_size():
+        if self._transport is None or self._transport.get_write_buffer_size():
             return False
         try:
             left = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
@@ -121,6 +120,7 @@ class Downstream(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.discard(self)
+        self._lost = True
         self._broke = self._broke or error is not None  # closed with bytes unread: the kernel says reset
         if self._waiting is not None:
             self._waiting.gone()
