@@ -166,17 +166,20 @@ def dedup(source: Path, out: Path | None, strict: bool, tokenizer: Path | None, 
 
 @main.command()
 @source_argument
+@click.option(
+    "--by", type=click.Choice(["label", "agent"]), default="label", show_default=True, help="Rows of the table."
+)
 @json_option
 @readable
-def stats(source: Path, as_json: bool) -> None:
-    """Calls, tokens, reuse of prefixes, durations and outcomes, by label.
+def stats(source: Path, by: Any, as_json: bool) -> None:
+    """Calls, tokens, reuse of prefixes, durations and outcomes, by label or agent.
 
     With --json, one object with all of it, then one per task with its durations: what cellctl simulate and plan read.
     """
     from trajtools.stats import stats as run
 
     with opened(source) as (stream, on_bytes):
-        report = run(stream, on_bytes=on_bytes)
+        report = run(stream, by=by, on_bytes=on_bytes)
     common.print_json(report.objects()) if as_json else show_report(report, as_json)
 
 

@@ -9,12 +9,14 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gyre_base.runfile import ExecStart
 from trajtools.breaks import analyse
+from trajtools.choose import DEFAULT, Choice, choose
 from trajtools.damage import Damage, Gaps, incomplete_lines
 from trajtools.forest import Mark
 from trajtools.load import OnBytes, Source, Stream
@@ -25,15 +27,19 @@ QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 
 @dataclass(frozen=True)
-class LabelStats:
-    """Calls of one label. `reusable` = prompt tokens that an earlier call of the execution had already computed."""
+class StatsRow:
+    """Calls of one label or agent. `reusable` = prompt tokens that an earlier call of the execution had computed.
 
-    label: str
+    `trainable` = tokens that could be targets: sampled with a logprob by a call that may train, each counted once.
+    """
+
+    name: str
     calls: int
     agents: int
     prompt_tokens: int
     completion_tokens: int
     reusable: int
+    trainable: int
     longest: int
     call_s: dict[str, float]  # quantiles; empty if nobody recorded when calls began and ended
 
@@ -55,10 +61,12 @@ class StatsReport:
     calls: int
     tokens_raw: int
     tokens_unique: int
+    trainable: int
     cache_hit: float
     longest: int
     longest_call: tuple[str, str]
-    labels: tuple[LabelStats, ...]
+    by: str  # label | agent
+    rows: tuple[StatsRow, ...]
     calls_per_execution: dict[str, float]
     execution_s: dict[str, float]
     outcomes: dict[str, int]
@@ -87,17 +95,18 @@ class StatsReport:
         unit = {"token": "tokens", "text": "bytes of text"}.get(self.level, "tokens or bytes")
         out = [
             f"{counted(self.executions, 'execution')}{groups}, {counted(self.calls, 'call')}, "
-            f"{self.tokens_raw:,} {unit} recorded; a prefix cache could save {self.cache_hit:.0%} of the prompts; "
-            f"longest call {self.longest:,} {unit} ({self.longest_call[0]} {short(self.longest_call[1])})",
-            f"  {'label':<18} {'calls':>7} {'prompt':>13} {'reusable':>9} {'completion':>11} {'longest':>9} "
-            f"{'p50 s':>7} {'p99 s':>7}",
+            f"{self.tokens_raw:,} {unit} recorded, {self.tokens_unique:,} distinct, {self.trainable:,} tokens trainable; "
+            f"a prefix cache could save {self.cache_hit:.0%} of the prompts; longest call {self.longest:,} {unit} "
+            f"({self.longest_call[0]} {short(self.longest_call[1])})",
+            f"  {self.by:<18} {'calls':>7} {'prompt':>13} {'reusable':>9} {'completion':>11} {'trainable':>10} "
+            f"{'longest':>9} {'p50 s':>7} {'p99 s':>7}",
         ]
-        for s in self.labels:
-            share = s.reusable / s.prompt_tokens if s.prompt_tokens else 0.0
+        for row in self.rows:
+            share = row.reusable / row.prompt_tokens if row.prompt_tokens else 0.0
+            took = " ".join(f"{row.call_s[q]:>7.2f}" if row.call_s else f"{'-':>7}" for q in ("p50", "p99"))
             out.append(
-                f"  {s.label:<18} {s.calls:>7,} {s.prompt_tokens:>13,} {share:>9.0%} {s.completion_tokens:>11,} "
-                f"{s.longest:>9,} "
-                + " ".join(f"{s.call_s[q]:>7.2f}" if s.call_s else "      -" for q in ("p50", "p99"))
+                f"  {short(row.name):<18} {row.calls:>7,} {row.prompt_tokens:>13,} {share:>9.0%} "
+                f"{row.completion_tokens:>11,} {row.trainable:>10,} {row.longest:>9,} {took}"
             )
         out.append(f"  calls per execution {_quantile_text(self.calls_per_execution)}")
         out.append(f"  execution seconds   {_quantile_text(self.execution_s)}")
@@ -109,18 +118,20 @@ class StatsReport:
         return out + (self.damage.lines() if self.damage is not None else [])
 
 
-def stats(source: Source, *, on_bytes: OnBytes | None = None) -> StatsReport:
-    """Count calls, tokens, reuse, durations and outcomes."""
+def stats(source: Source, *, by: Literal["label", "agent"] = "label", on_bytes: OnBytes | None = None) -> StatsReport:
+    """Count calls, tokens, reuse, durations and outcomes; a row per label or per agent."""
     stream = Stream(source, on_bytes=on_bytes)
     rows: dict[str, list[_Row]] = defaultdict(list)
     ends: list[_End] = []
     gaps = Gaps()
     for execution in stream.executions():
         gaps.add(execution)
-        links = analyse(execution.forest).links
+        analysis = analyse(execution.forest)
+        trainable = _trainable(choose(execution.forest, DEFAULT, analysis, withheld=execution.withheld()))
         for mark in execution.forest.marks():
-            shared = links[mark.id].shared if mark.id in links else 0
-            rows[mark.call.label].append(_Row.of(mark, shared, execution))
+            found = analysis.links.get(mark.id)
+            row = _Row.of(mark, found.shared if found is not None else 0, trainable[mark.order], execution)
+            rows[mark.call.label if by == "label" else mark.call.agent.id].append(row)
         ends.append(_End.of(execution))
     every = [row for group in rows.values() for row in group]
     longest = max(every, key=lambda row: row.end, default=None)
@@ -135,10 +146,12 @@ def stats(source: Source, *, on_bytes: OnBytes | None = None) -> StatsReport:
         calls=len(every),
         tokens_raw=sum(row.end for row in every),
         tokens_unique=sum(e.unique for e in ends),
+        trainable=int(sum(row.trainable for row in every)),
         cache_hit=sum(row.shared for row in every) / prompts if prompts else 0.0,
         longest=longest.end if longest else 0,
         longest_call=(longest.execution, longest.call) if longest else ("", ""),
-        labels=tuple(_label(label, rows[label]) for label in sorted(rows)),
+        by=by,
+        rows=tuple(_row(name, rows[name]) for name in sorted(rows)),
         calls_per_execution=_quantiles([e.calls for e in ends]),
         execution_s=_quantiles([e.seconds for e in ends if e.seconds is not None]),
         outcomes=dict(Counter(e.outcome for e in ends).most_common()),
@@ -177,11 +190,12 @@ class _Row:
     sampled: int
     end: int
     shared: int
+    trainable: int
     took_s: float
     usage: Mapping[str, int]
 
     @classmethod
-    def of(cls, mark: Mark, shared: int, execution: Execution) -> _Row:
+    def of(cls, mark: Mark, shared: int, trainable: int, execution: Execution) -> _Row:
         prompt, end = mark.prompt_tokens, mark.end
         if execution.blocks is not None:
             tokens = execution.forest.tokens(mark)
@@ -189,7 +203,8 @@ class _Row:
             shared, prompt, end = (execution.blocks.size(part) for part in parts)
         call, usage = mark.call, mark.call.extra.get("usage")
         usage = usage if isinstance(usage, Mapping) else {}
-        return cls(call.call, call.exec, call.agent.id, prompt, end - prompt, end, shared, call.t1 - call.t0, usage)
+        took_s = call.t1 - call.t0
+        return cls(call.call, call.exec, call.agent.id, prompt, end - prompt, end, shared, trainable, took_s, usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +238,23 @@ class _End:
         )
 
 
-def _label(label: str, rows: Sequence[_Row]) -> LabelStats:
-    return LabelStats(
-        label=label,
+def _trainable(choice: Choice) -> NDArray[np.int64]:
+    """int64[calls]: tokens that each call, by commit, could train."""
+    out = np.zeros(len(choice.marks), np.int64)
+    for paint in choice.painted.values():
+        out += np.bincount(paint.owner[paint.trainable], minlength=len(out))
+    return out
+
+
+def _row(name: str, rows: Sequence[_Row]) -> StatsRow:
+    return StatsRow(
+        name=name,
         calls=len(rows),
         agents=len({(row.execution, row.agent) for row in rows}),
         prompt_tokens=sum(row.prompt for row in rows),
         completion_tokens=sum(row.sampled for row in rows),
         reusable=sum(row.shared for row in rows),
+        trainable=int(sum(row.trainable for row in rows)),
         longest=max(row.end for row in rows),
         call_s=_quantiles([row.took_s for row in rows if row.took_s > 0]),
     )

@@ -94,11 +94,14 @@ def test_a_folder_of_shards_is_one_log(tmp_path):
 def test_stats_count_by_label_and_measure_reuse():
     report = stats(io.BytesIO(log_of(story_of_three_turns("a"), branching("b"))))
     assert (report.executions, report.groups, report.calls) == (2, 1, 5)
-    main, sub = report.labels
-    assert (main.label, main.calls, main.prompt_tokens, main.completion_tokens) == ("main", 4, 3 + 7 + 10 + 2, 8)
+    main, sub = report.rows
+    assert (main.name, main.calls, main.prompt_tokens, main.completion_tokens) == ("main", 4, 3 + 7 + 10 + 2, 8)
     assert main.reusable == 0 + 5 + 9 + 0
-    assert (sub.label, sub.calls, sub.reusable) == ("sub-agent", 1, 1)
+    assert (sub.name, sub.calls, sub.reusable) == ("sub-agent", 1, 1)
+    assert (main.trainable, sub.trainable, report.trainable) == (8, 1, 9)
     assert report.longest_call == ("a", "c2")
+    by_agent = stats(io.BytesIO(log_of(story_of_three_turns("a"), branching("b"))), by="agent")
+    assert [(row.name, row.calls) for row in by_agent.rows] == [("main", 4), ("s", 1)]
     assert report.outcomes == {"scored": 2}
     assert report.mean_score == 0.5
     assert report.execution_s["max"] == 20.0
