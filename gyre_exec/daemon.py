@@ -33,7 +33,7 @@ from gyre_exec.core import ExecutorCore, Held, Limits
 from gyre_exec.evaluator import evaluate
 from gyre_exec.fields import TaskError
 from gyre_exec.gitobjects import SnapshotError
-from gyre_exec.harness import Adapter, Launch, adapter_for
+from gyre_exec.harness import Adapter, Launch, adapter_for, showing
 from gyre_exec.progress import Progress, Running
 from gyre_exec.quota import Watch, Watched
 from gyre_exec.relay import Relay
@@ -192,8 +192,11 @@ class Executor(daemon.Shell):
             token=self.keys.token(name),
             model=self.settings.model.served_name,
             start_folder=self._start_folder,
+            context_tokens=self.settings.engine.context_length,
+            max_new_tokens=self.settings.rollout.max_new_tokens,
         )
         try:
+            self.adapter.prepare(launch)
             line = place.command(self.adapter.argv(launch), self.adapter.env(launch))
             if line.relay_socket is not None:
                 await self.relay.listen(name, line.relay_socket)
@@ -534,7 +537,7 @@ async def run_executor(run_dir: str | Path, name: str) -> None:
     settings = config.from_json(run.path("run.json").read_text())
     adapter = adapter_for(settings.tasks.harness, settings.tasks.harness_env)
     with run.lock(name):
-        executor = Executor(run, settings, load_keys(run), name, run.next_life(name), adapter)
+        executor = Executor(run, showing(settings, adapter), load_keys(run), name, run.next_life(name), adapter)
         await executor.serve()
 
 

@@ -6,12 +6,15 @@ command places it with {instruction}.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gyre_base.config import Config
 from gyre_exec.rulers import bases, fill
 from gyre_exec.tasks import Task
 
@@ -31,10 +34,18 @@ class Launch:
     token: str
     model: str
     start_folder: str  # where the executor was started: relative files of the harness command
+    context_tokens: int  # of the model: harnesses summarise before it is full
+    max_new_tokens: int  # of one answer
 
 
 class Adapter(Protocol):
-    """Argv and environment of one start."""
+    """One harness: what it needs to be there, its argv and its environment."""
+
+    def visible(self) -> tuple[str, ...]:
+        """Files and folders of this machine that a walled workspace must show. Raises ValueError."""
+
+    def prepare(self, launch: Launch) -> None:
+        """Write its settings below `launch.host_folder`."""
 
     def argv(self, launch: Launch) -> list[str]: ...
 
@@ -48,6 +59,12 @@ class Command:
         if not command:
             raise ValueError("tasks.harness is empty: write the command that starts the agent")
         self._command, self._env = tuple(command), dict(env)
+
+    def visible(self) -> tuple[str, ...]:
+        return ()
+
+    def prepare(self, launch: Launch) -> None:
+        """Its settings are its own."""
 
     def argv(self, launch: Launch) -> list[str]:
         argv = fill(self._command, self._values(launch), bases=(launch.start_folder, *bases(launch.task.folder)))
@@ -79,11 +96,26 @@ class Command:
         }
 
 
-ADAPTERS: dict[str, type[Command]] = {"command": Command}
+ADAPTERS = {
+    "command": "gyre_exec.harness:Command",
+    "claude-code": "gyre_exec.harnesses.claude_code:ClaudeCode",
+    "codex": "gyre_exec.harnesses.codex:Codex",
+    "qwen-code": "gyre_exec.harnesses.qwen_code:QwenCode",
+    "opencode": "gyre_exec.harnesses.opencode:Opencode",
+    "mini-swe-agent": "gyre_exec.harnesses.mini_swe_agent:MiniSweAgent",
+}
 
 
 def adapter_for(command: Sequence[str], env: Mapping[str, str]) -> Adapter:
-    """A named adapter if the first word is one, else `command`."""
-    if command and command[0] in ADAPTERS:
-        return ADAPTERS[command[0]](command[1:], env)
-    return Command(command, env)
+    """A named adapter if the first word is one, with the other words as its arguments; else `command`."""
+    if not command or command[0] not in ADAPTERS:
+        return Command(command, env)
+    module, _, name = ADAPTERS[command[0]].partition(":")
+    adapter: Adapter = getattr(importlib.import_module(module), name)(tuple(command[1:]), dict(env))
+    return adapter
+
+
+def showing(settings: Config, adapter: Adapter) -> Config:
+    """`settings` whose walled workspaces show what the harness needs. Raises ValueError if it is not installed."""
+    visible = tuple(dict.fromkeys((*settings.tasks.visible, *adapter.visible())))
+    return dataclasses.replace(settings, tasks=dataclasses.replace(settings.tasks, visible=visible))

@@ -11,7 +11,7 @@ from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
 from gyre_exec import keeping
 from gyre_exec.daemon import Executor
-from gyre_exec.harness import adapter_for
+from gyre_exec.harness import adapter_for, showing
 
 
 class Single(Executor):
@@ -20,7 +20,7 @@ class Single(Executor):
     def __init__(self, run: RunDir, settings: config.Config, order: m.ExecutionOrder) -> None:
         name = "exec"
         adapter = adapter_for(settings.tasks.harness, settings.tasks.harness_env)
-        super().__init__(run, settings, load_keys(run), name, run.next_life(name), adapter)
+        super().__init__(run, showing(settings, adapter), load_keys(run), name, run.next_life(name), adapter)
         self._order = order
         self.outcome: asyncio.Future[m.ExecutionFinished] = asyncio.get_running_loop().create_future()
 
