@@ -14,6 +14,7 @@ import click
 from gyre_cli import common
 from gyre_cli.common import guarded, json_option, run_option
 from gyre_cli.executions import execute, rescore, show
+from gyre_cli.harness import harness
 from gyre_cli.tasks import tasks
 
 STOP_S = 180.0  # a job saves first
@@ -309,6 +310,7 @@ def emulate_command(run_dir: str, as_json: bool, seconds_per_hour: float, **opti
 
 
 main.add_command(tasks)
+main.add_command(harness)
 main.add_command(execute)
 main.add_command(show)
 main.add_command(rescore)
