@@ -113,6 +113,8 @@ def submit(
     from gyre_cli import submit as submission
     from gyre_cli.slurm import SlurmError
 
+    if str(script).startswith("-"):  # no script was named, only options after `--`
+        script, sbatch_options = Path("gyre.sbatch"), (str(script), *sbatch_options)
     plan = planning.make_plan(script, sbatch_options)
     try:
         code = submission.command(plan, dry_run=dry_run, as_json=as_json, gpu_memory_gib=gpu_memory_gib)

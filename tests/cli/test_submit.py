@@ -96,6 +96,12 @@ def test_a_sound_job_is_handed_to_sbatch_and_its_id_is_all_of_stdout(project):
     assert json.loads(note.read_text())["job"] == "4711"
 
 
+@pytest.mark.parametrize("words", [("gyre.sbatch", "--", "--time=5"), ("--", "--time=5")])
+def test_options_for_sbatch_with_and_without_a_script(project, words):
+    _, _, rows = dry(project, *words)
+    assert [row["limit_s"] for row in rows if "time" in row] == [300.0]
+
+
 def test_a_dry_run_prints_who_does_what_and_submits_nothing(project):
     code, wrong, rows = dry(project)
     assert (code, set(wrong)) == (0, {"run directory"})  # it is below /tmp, which looks local
