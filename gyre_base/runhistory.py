@@ -67,11 +67,15 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The first `keep` tokens of a prompt are on a tape; with `completion`, all of the call is."""
+    """The first `keep` tokens of a prompt are on a tape, and a call before it shares them.
+
+    With `completion` all of the call is on the tape already, and `keep` is what it shares with `base`.
+    """
 
     tape: Tape | None
     keep: int
     completion: Ids | None = None
+    base: str | None = None
 
 
 NOWHERE = Place(None, 0)
@@ -112,8 +116,9 @@ class History:
             prompt = np.concatenate([head, line.tail])
         elif tape is not None:  # laid down before the hash is looked at: tokens that nobody claims do no harm
             assert short is not None
+            _, before = self._on.get(id(tape), (tape, None))
             laid, prompt, completion = self.tapes.lay(tape, short.keep, line.tail, line.completion, short.text)
-            place = Place(laid, len(prompt), completion)
+            place = Place(laid, short.keep, completion, before)
         tail = prompt if tape is not None else line.tail
         hashed = (
             (self._blocks.hashed(tail), self._blocks.hashed(line.completion)) if line.text else (tail, line.completion)
@@ -139,16 +144,16 @@ class History:
 
         Returns its prompt and completion as views that hold no copy of the history. `text` renders the line's tokens.
         """
-        tape, keep = place.tape, place.keep
-        if tape is None:
-            tape, keep = self.tapes.nearest(prompt)
-        base = self._on[id(tape)][1] if tape is not None and id(tape) in self._on else line.base
-        stored = min(keep, self._bodies[base].tokens) if base is not None else 0
+        tape, keep, base = place.tape, place.keep, place.base
         if tape is not None and place.completion is not None:
             laid, whole, completion = tape, prompt, place.completion
         else:
+            if tape is None:
+                tape, keep = self.tapes.nearest(prompt)
+            _, base = self._on.get(id(tape), (tape, line.base))
             text = text if not keep and line.base is None else None  # only then it renders all that is new
             laid, whole, completion = self.tapes.lay(tape, keep, prompt[keep:], line.completion, text)
+        stored = min(keep, self._bodies[base].tokens) if base is not None else 0
         self._bodies[call] = _Body(base, stored, whole[stored:].copy(), line.completion, _answer(line), digest)
         self._note(laid, call)
         return whole, completion

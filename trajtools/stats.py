@@ -95,9 +95,9 @@ class StatsReport:
         unit = {"token": "tokens", "text": "bytes of text"}.get(self.level, "tokens or bytes")
         out = [
             f"{counted(self.executions, 'execution')}{groups}, {counted(self.calls, 'call')}, "
-            f"{self.tokens_raw:,} {unit} recorded, {self.tokens_unique:,} distinct, {self.trainable:,} tokens trainable; "
-            f"a prefix cache could save {self.cache_hit:.0%} of the prompts; longest call {self.longest:,} {unit} "
-            f"({self.longest_call[0]} {short(self.longest_call[1])})",
+            f"{self.tokens_raw:,} {unit} recorded, {self.tokens_unique:,} distinct, {self.trainable:,} tokens "
+            f"trainable; a prefix cache could save {self.cache_hit:.0%} of the prompts; longest call {self.longest:,} "
+            f"{unit} ({self.longest_call[0]} {short(self.longest_call[1])})",
             f"  {self.by:<18} {'calls':>7} {'prompt':>13} {'reusable':>9} {'completion':>11} {'trainable':>10} "
             f"{'longest':>9} {'p50 s':>7} {'p99 s':>7}",
         ]
