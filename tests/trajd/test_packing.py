@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gyre_base import config as configuration
@@ -125,3 +126,16 @@ def test_the_summary_says_what_was_recorded_stored_and_trained(index: CallIndex)
     }
     assert summary["tokens_recorded"] > summary["tokens_stored"] == summary["tokens_packed"]
     assert summary["share_by_class"]["main"] == pytest.approx(112 / 120) and summary["breaks"] == {"sub-agent": 1}
+
+
+def test_an_execution_whose_call_came_with_two_payloads_is_in_no_micro_step(tmp_path: Path):
+    log = Log(tmp_path)
+    for i in range(len(SCORES)):
+        log.execution(f"g-{i}", turns=2 + i)
+    Log(tmp_path, life=2).call("g-1", 1, np.arange(3, dtype=np.int32))  # c1 again, other tokens
+    index = CallIndex(tmp_path)
+    index.scan()
+    made = packs(index, group(), config())
+    assert sorted(executions(made)) == ["g-0", "g-2", "g-3"]
+    summary = made.packed.summary
+    assert summary["damage"] == {"conflicts": 1} and summary["dropped"]["conflict"] == 3 * 8
