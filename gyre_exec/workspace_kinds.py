@@ -135,8 +135,11 @@ class Walled(Workspace):
 
     def shown(self, argv: Sequence[str]) -> list[str]:
         """Paths of this machine that the program needs, to be seen at the same place, read-only."""
+        named = [path for path in self.settings.visible if Path(path).exists()]
         needed: list[str] = []
         for word in argv:
+            if any(Path(word).is_relative_to(path) for path in named):
+                continue
             if word.startswith("/") and word != self.instruction and Path(word).is_file():
                 ours = word.startswith((sys.prefix + "/", sys.base_prefix + "/"))
                 needed += (sys.prefix, sys.base_prefix) if ours else (word,)

@@ -5,6 +5,8 @@ It does not stream: nothing keeps a held call alive but its read timeout, which 
 
 from __future__ import annotations
 
+import sys
+
 from gyre_exec.harness import PATH, Launch
 from gyre_exec.harnesses.programs import Program
 
@@ -21,7 +23,7 @@ class MiniSweAgent:
         self._words, self._env = words, env
 
     def visible(self) -> tuple[str, ...]:
-        return (str(PROGRAM.folder()),)
+        return (str(PROGRAM.folder()), sys.base_prefix)  # its interpreter is a link to ours
 
     def prepare(self, launch: Launch) -> None:
         (launch.host_folder / "home").mkdir(exist_ok=True)
