@@ -59,12 +59,12 @@ class Damage:
             "bad lines in all": self.bad_lines if self.bad_lines > len(self.bad) else 0,
             "records recovered behind a torn one": self.recovered,
             "duplicate calls ignored": self.duplicates,
-            "calls in conflict (same id, other tokens): nothing of their executions trains": self.conflicts,
+            "calls in conflict (same id, other tokens; nothing of their executions trains)": self.conflicts,
             "calls kept as context only": self.defects,
             "calls of another level than their execution, left out": self.mixed,
             **{f"records of unknown kind {kind!r}": n for kind, n in self.unknown_kinds.items()},
         }
-        return out + [f"  {n:,} {what}" for what, n in counts.items() if n]
+        return out + [f"  {what}: {n:,}" for what, n in counts.items() if n]
 
 
 class Gaps:

@@ -183,7 +183,7 @@ def test_damage_is_named_in_the_lines_of_a_report():
     _, second, third = (CallWriter().call(c) for c in story_of_three_turns().calls)
     report = dedup(io.BytesIO(second + b"junk\n" + b'{"k":"hologram"}\n' + second + third[:50]))
     text = "\n".join(report.lines())
-    for part in ("torn last line", "left out of - at byte", "1 duplicate", "'hologram'"):
+    for part in ("torn last line", "left out of - at byte", "duplicate calls ignored: 1", "'hologram'"):
         assert part in text
 
 
