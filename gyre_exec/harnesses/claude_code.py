@@ -25,7 +25,7 @@ class ClaudeCode:
         self._words, self._env = words, env
 
     def visible(self) -> tuple[str, ...]:
-        return (str(PROGRAM.folder()),)
+        return (PROGRAM.shown(),)
 
     def prepare(self, launch: Launch) -> None:
         (launch.host_folder / "home").mkdir(exist_ok=True)

@@ -46,7 +46,7 @@ class Codex:
         self._words, self._env = words, env
 
     def visible(self) -> tuple[str, ...]:
-        return (str(PROGRAM.folder()),)
+        return (PROGRAM.shown(),)
 
     def prepare(self, launch: Launch) -> None:
         home = launch.host_folder / "home"

@@ -10,9 +10,7 @@ import sys
 from gyre_exec.harness import PATH, Launch
 from gyre_exec.harnesses.programs import Program
 
-PROGRAM = Program(
-    harness="mini-swe-agent", package="mini-swe-agent", version="2.4.6", file="bin/mini", registry="pip"
-)
+PROGRAM = Program(harness="mini-swe-agent", package="mini-swe-agent", version="2.4.6", file="bin/mini", registry="pip")
 DAY_S = 86_400
 
 
@@ -23,7 +21,7 @@ class MiniSweAgent:
         self._words, self._env = words, env
 
     def visible(self) -> tuple[str, ...]:
-        return (str(PROGRAM.folder()), sys.base_prefix)  # its interpreter is a link to ours
+        return (PROGRAM.shown(), sys.base_prefix)  # its interpreter is a link to ours
 
     def prepare(self, launch: Launch) -> None:
         (launch.host_folder / "home").mkdir(exist_ok=True)

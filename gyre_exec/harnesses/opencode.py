@@ -22,7 +22,7 @@ class Opencode:
         self._words, self._env = words, env
 
     def visible(self) -> tuple[str, ...]:
-        return (str(PROGRAM.folder()),)
+        return (PROGRAM.shown(),)
 
     def prepare(self, launch: Launch) -> None:
         folder = launch.host_folder / "home" / ".config" / "opencode"

@@ -47,6 +47,11 @@ class Program:
             )
         return self.folder() / self.file
 
+    def shown(self) -> str:
+        """The folder that a sandbox must show. Raises HarnessMissing, so that an executor without it does not start."""
+        self.path()
+        return str(self.folder())
+
     def install(self) -> Path:
         """Fetch it if it is not there. Raises HarnessMissing with the installer's last words."""
         folder = self.folder()

@@ -24,7 +24,7 @@ class QwenCode:
         self._words, self._env = words, env
 
     def visible(self) -> tuple[str, ...]:
-        return (str(PROGRAM.folder()), _node())
+        return (PROGRAM.shown(), _node())
 
     def prepare(self, launch: Launch) -> None:
         folder = launch.host_folder / "home" / ".qwen"
