@@ -222,7 +222,7 @@ class Scheduler:
         if event.why != LEFT:
             alarms.silent(self, f"{event.kind}:{event.name}", event.why, now)
         if event.kind == "executor":
-            executions.executor_lost(self, event.name, now)
+            executions.executor_lost(self, event.name, now, left=event.why == LEFT)
         elif event.kind == "celld" and event.name in self.cells:
             turning.cell_down(self, self.cells[event.name], now, f"its agent is lost: {event.why}")
 

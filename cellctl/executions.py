@@ -33,21 +33,22 @@ def opening(s: Scheduler, execution: str, purpose: Purpose) -> m.OpenExecution:
 
 def executor_joined(s: Scheduler, event: m.Hello, now: float) -> None:
     """Both sides' lists are made one: what it lost is tried again, what it should not have is cancelled."""
+    left_with_us = event.name not in s.executors  # both were ended, as by a requeue: no execution is to blame
     s.executors.setdefault(event.name, Executor(event.name, event.slots)).slots = event.slots
     for execution in list(s.ledger.held_by(event.name)):
         if execution.id not in event.holds:
-            end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now)
+            end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now, excused=left_with_us)
     for held in event.holds:
         if held not in s.ledger.in_flight:
             s.say(Send(f"executor:{event.name}", m.CancelExecution(execution=held, why="superseded")))
     count_held(s)
 
 
-def executor_lost(s: Scheduler, name: str, now: float) -> None:
-    """What it held is dispatched again within the retry budget."""
+def executor_lost(s: Scheduler, name: str, now: float, *, left: bool) -> None:
+    """What it held is dispatched again, within the retry budget unless it `left` because it was told to."""
     s.executors.pop(name, None)
     for execution in list(s.ledger.held_by(name)):
-        end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now)
+        end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now, excused=left)
 
 
 def dispatch(s: Scheduler, tasks: list[str], size: int, purpose: Purpose, now: float, *, spread_s: float = 0.0) -> None:
@@ -113,11 +114,13 @@ def finished(s: Scheduler, event: m.ExecutionFinished, now: float) -> None:
         s.say(Send("executor:*", m.ExecutionNoted(execution=event.execution)))
 
 
-def end_attempt(s: Scheduler, name: str, outcome: Outcome, score: float | None, wall_s: float, now: float) -> None:
+def end_attempt(
+    s: Scheduler, name: str, outcome: Outcome, score: float | None, wall_s: float, now: float, *, excused: bool = False
+) -> None:
     record = s.ledger.in_flight[name]
     if outcome.counts:
         s.forecast.learn(s.ledger.groups[record.group].task, wall_s)
-    again = s.ledger.finish(name, outcome, score, wall_s, now)
+    again = s.ledger.finish(name, outcome, score, wall_s, now, excused=excused)
     if again is not None:
         s.say(Send("proxyd:proxyd", m.CloseExecution(execution=name)))
         s.say(Send("proxyd:proxyd", opening(s, again.id, again.purpose)))

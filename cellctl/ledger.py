@@ -24,6 +24,7 @@ class Execution:
     purpose: Purpose
     executor: str = ""
     dispatched_at: float = 0.0
+    excused: int = 0  # of the attempts before, those that ended because an executor was told to leave
     outcome: Outcome | None = None
     score: float | None = None
     wall_s: float = 0.0
@@ -126,16 +127,22 @@ class Ledger:
         return made
 
     def finish(
-        self, execution: str, outcome: Outcome, score: float | None, wall_s: float, now: float
+        self, execution: str, outcome: Outcome, score: float | None, wall_s: float, now: float, *, excused: bool = False
     ) -> Execution | None:
-        """Note an outcome. Returns the next attempt if this one failed by our fault and the budget allows one."""
+        """Note an outcome. Returns the next attempt if this one failed by our fault and the budget allows one.
+
+        An `excused` end (a requeue, a preemption) costs nothing of it: an execution of many hours lives through many.
+        """
         done = self.in_flight.pop(execution)
         self.groups[done.group].running -= 1
         done.outcome, done.score, done.wall_s = outcome, score, wall_s
         by_outcome = self.outcomes.setdefault(done.purpose.value, {})
-        if outcome in (Outcome.INFRA_FAILED, Outcome.CANCELLED) and done.attempt < self._retry_budget:
+        charged = done.attempt - done.excused
+        if outcome in (Outcome.INFRA_FAILED, Outcome.CANCELLED) and (excused or charged < self._retry_budget):
             self.retries += 1
-            return self._attempt(self.groups[done.group], done.place, done.attempt + 1, now)
+            again = self._attempt(self.groups[done.group], done.place, done.attempt + 1, now)
+            again.excused = done.excused + excused
+            return again
         by_outcome[outcome.value] = by_outcome.get(outcome.value, 0) + 1
         return None
 

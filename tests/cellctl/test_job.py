@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cellctl.core import Restart
 from cellctl.view import run_row
 from gyre_base import messages as m
-from gyre_base.daemon import Answer, Send
+from gyre_base.daemon import Answer, PeerLost, Send
 from gyre_base.vocabulary import Role
 from tests.cellctl.world import World
 
@@ -107,6 +107,35 @@ def test_in_a_job_a_step_after_the_cadence_is_saved():
     step = m.StepDone(batch=world.core.version.step, version=f"0.{world.core.version.step + 1}", metrics={})
     late = world.core.handle(step, world.now + 61.0)
     assert [c for c in late if isinstance(c, Send) and isinstance(c.message, m.SaveCheckpoint)]
+
+
+def executor_ends(world: World, event: Any) -> None:
+    held = list(world.core.ledger.in_flight)
+    world.running.clear()
+    world.feed(event)
+    world.feed(m.Hello(kind="executor", name="ex0", life=2, pid=1, slots=64))
+    assert not set(held) & set(world.core.ledger.in_flight)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_an_executor_that_is_told_to_leave_costs_its_executions_no_attempt_however_often(times):
+    world = World(5, cells=2, heldout=0, retry_budget=2)
+    until(world, lambda: world.running)
+    count = len(world.core.ledger.in_flight)
+    for _ in range(times):
+        executor_ends(world, m.Goodbye(kind="executor", name="ex0", life=1))
+        assert len(world.core.ledger.in_flight) == count
+    world.run()
+
+
+def test_an_executor_that_dies_costs_its_executions_an_attempt_each_time():
+    world = World(5, cells=2, heldout=0, retry_budget=2)
+    until(world, lambda: world.running)
+    groups = set(world.core.ledger.groups)
+    for _ in range(3):
+        executor_ends(world, PeerLost(kind="executor", name="ex0", why="silent"))
+    assert all(world.core.ledger.groups[g].closed for g in groups)
+    world.run()
 
 
 def test_a_drained_cell_takes_part_no_more_until_it_is_taken_back():
