@@ -39,14 +39,15 @@ class _Connection(asyncio.Protocol):
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def ask(self, raw: tuple[bytes, ...], sink: Callable[[int, bytes], None]) -> asyncio.Future[int]:
+    def ask(self, head: bytes, body: list[bytes], sink: Callable[[int, bytes], None]) -> asyncio.Future[int]:
         """Resolved with the status when the answer is complete. `sink` gets the status and each piece of the body."""
         assert self.transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._sink, self._begun, self.keeps = sink, False, False
         self._done = self._loop.create_future()
         self.heard = self._loop.time()
-        for part in raw:
+        self._body = body
+        for part in (head, *body):
             self.transport.write(part)
         return self._done
 
@@ -67,7 +68,9 @@ class _Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             self.close()  # nobody asked
             return
-        self._begun = True
+        if not self._begun:
+            self._begun = True
+            self._body.clear()
         self.heard = self._loop.time()
         try:
             self._parser.feed_data(data)
@@ -114,17 +117,20 @@ class HttpClient:
         self._closed = False
 
     async def ask(
-        self, method: str, base: str, path: str, body: bytes, sink: Callable[[int, bytes], None], silence_s: float
+        self, method: str, base: str, path: str, body: list[bytes], sink: Callable[[int, bytes], None], silence_s: float
     ) -> int:
-        """The status of a complete answer. Raises OSError, TimeoutError, ValueError, and what `sink` raises."""
-        parts = urlsplit(base)
-        head = f"{method} {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
-        raw = (head.encode("latin-1"), body) if body else (head.encode("latin-1"),)
+        """The status of a complete answer; `body` is emptied when it begins.
+
+        Raises OSError, TimeoutError, ValueError, and what `sink` raises.
+        """
+        parts, length = urlsplit(base), sum(map(len, body))
+        lines = f"{method} {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{self._headers}Content-Length: {length}\r\n\r\n"
+        head = lines.encode("latin-1")
         while True:
             kept = self._kept(base)
             connection = kept or await self._connect(parts.scheme, parts.hostname, parts.port)
             try:
-                return await self._exchange(base, connection, raw, sink, silence_s)
+                return await self._exchange(base, connection, connection.ask(head, body, sink), silence_s)
             except Disconnected as error:
                 if kept is None or error.begun:
                     raise
@@ -149,11 +155,9 @@ class HttpClient:
         self,
         base: str,
         connection: _Connection,
-        raw: tuple[bytes, ...],
-        sink: Callable[[int, bytes], None],
+        done: asyncio.Future[int],
         silence_s: float,
     ) -> int:
-        done = connection.ask(raw, sink)
         connection.watch(silence_s)
         try:
             status = await done

@@ -102,8 +102,11 @@ class EngineClient:
             )
         )
 
-    async def stream(self, url: str, body: bytes, sampled: Sampled) -> Ended:
-        """Fill `sampled` until the engine ends or fails. Never raises but on cancellation."""
+    async def stream(self, url: str, body: list[bytes], sampled: Sampled) -> Ended:
+        """Fill `sampled` until the engine ends or fails. Never raises but on cancellation.
+
+        `body` is emptied once the engine has begun to answer: long prompts are megabytes, and answers take minutes.
+        """
         events = _Events(sampled, self._heard)
         try:
             status = await self._http.ask("POST", url, "/generate", body, events, SILENCE_S)
@@ -126,7 +129,7 @@ class EngineClient:
         parts: list[bytes] = []
         try:
             async with asyncio.timeout(ASK_S):
-                status = await self._http.ask("GET", url, "/v1/loads", b"", lambda _, p: parts.append(p), ASK_S)
+                status = await self._http.ask("GET", url, "/v1/loads", [], lambda _, p: parts.append(p), ASK_S)
             loads = orjson.loads(b"".join(parts))["loads"] if status == 200 else None
             return sum(int(r["num_running_reqs"]) + int(r["num_waiting_reqs"]) for r in loads) if loads else None
         except (TimeoutError, OSError, ValueError, KeyError, TypeError):
@@ -137,7 +140,7 @@ class EngineClient:
         body = orjson.dumps({"rid": rid})
         while not ended.is_set():
             with contextlib.suppress(OSError, TimeoutError, ValueError):
-                await self._http.ask("POST", url, "/abort_request", body, lambda _, piece: None, ASK_S)
+                await self._http.ask("POST", url, "/abort_request", [body], lambda _, piece: None, ASK_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), ABORT_AGAIN_S)
 

@@ -11,12 +11,14 @@ import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from urllib.parse import unquote
 
 import orjson
 
 from gyre_base.ids import is_safe_name
 from gyre_base.keys import Keys
+from proxyd.conversation import Conversation
 from proxyd.dialects import BadRequest, Dialect, Failure, Written
 from proxyd.dialects.anthropic import AnthropicMessages
 from proxyd.dialects.openai_chat import OpenAIChat, models
@@ -36,6 +38,7 @@ DIALECTS: dict[str, Dialect] = {
     "v1/messages": AnthropicMessages(),
     "v1/responses": OpenAIResponses(),
 }
+_TOLD = Conversation(())
 COUNT = "v1/messages/count_tokens"
 KINDS = {400: "bad_request", 404: "not_found", 413: "too_large", 500: "internal"}
 Route = Callable[[Request, str, str], Awaitable[Response]]
@@ -99,12 +102,15 @@ class Front:
             number, derived = self._call_id(http, execution)
         except BadRequest as error:
             return _plain(dialect.fail(Failure("bad_request", why=str(error))))
-        request = asked.request
-        answer, waited_s = await self._service.answer(execution, number, asked, hints_of(http.headers, request.model))
+        begun = self._service.begin(execution, number, asked, hints_of(http.headers, asked.request.model))
+        request = replace(asked.request, conversation=_TOLD)  # minutes may pass: nothing of the history is kept
+        http.body = b""
+        del asked
+        answer = await self._service.wait(begun)
         if isinstance(answer, Failure):
-            written = dialect.fail(answer, stream=request.stream)
+            waited_s, written = 0.0, dialect.fail(answer, stream=request.stream)
         else:
-            written = dialect.write(answer, request)
+            waited_s, written = answer.waited_s, dialect.write(self._service.reply(answer, request), request)
         if derived and written.status == 200:
             self._derived[derived] = self._derived.get(derived, 0) + 1
         return _plain(written, (CALL, number), (WAITED, f"{waited_s:.3f}"))

@@ -26,9 +26,9 @@ IDLE_S = 600.0  # without a whole request
 REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
-    """A whole request. Header names are lower case; `path` is raw and without the query."""
+    """A whole request. Header names are lower case; `path` is raw, without the query. A handler may drop the body."""
 
     method: str
     path: str

@@ -107,24 +107,18 @@ class Service:
         """A body as far as it has to be read. Raises BadRequest."""
         return self._memories.get(execution, _NOTHING).read(dialect, body)
 
-    async def answer(
-        self, execution: str, call: str, asked: Asked, hints: Hints = NO_HINTS
-    ) -> tuple[Reply | Failure, float]:
-        """The durable answer and how long the infrastructure held it. Cancelled, the call runs on for a while."""
+    def begin(self, execution: str, call: str, asked: Asked, hints: Hints = NO_HINTS) -> Open | Node | Failure:
+        """A call, new, running or finished under this id. Waits for nothing, so that nobody need keep the request."""
+        opened = self.open.get(f"{execution}:{call}")
+        if opened is not None:
+            return opened
         forest = self.forests.get(execution)
         node = forest.calls.get(call) if forest is not None else None
-        opened = self.open.get(f"{execution}:{call}")
-        if node is None or opened is not None:
-            if opened is None:
-                begun = self._begin(execution, call, asked, hints)
-                if isinstance(begun, Failure):
-                    return begun, 0.0
-                opened = begun
-            result = await self._wait(opened)
-            if isinstance(result, Failure):
-                return result, 0.0
-            node = result
-        return self._reply(node, asked.request), node.waited_s
+        return node or self._begin(execution, call, asked, hints)
+
+    async def wait(self, begun: Open | Node | Failure) -> Node | Failure:
+        """The durable answer. Cancelled, the call runs on for a while."""
+        return await self._wait(begun) if isinstance(begun, Open) else begun
 
     def count(self, execution: str, request: Request) -> int:
         """Prompt tokens of a request, as they would be. Records nothing."""
@@ -178,7 +172,8 @@ class Service:
         if not opened.waiters and not opened.answer.done() and opened.key in self.open:
             self._feed(CallDropped(call=opened.key))
 
-    def _reply(self, node: Node, request: Request) -> Reply:
+    def reply(self, node: Node, request: Request) -> Reply:
+        """An answer as a dialect words it."""
         finish = "tool_calls" if node.spoken.calls and node.finish == "stop" else node.finish
         return Reply(
             call=node.call,
@@ -235,8 +230,9 @@ class Service:
             parts.append(Piece.of(progress.ids).json)
         sampled = Sampled(submit.version)
         how, lost, why = "cut", True, "it did not end after an abort"
+        body = [self._engines.body(submit, b",".join(parts), asked)]
+        del parts
         try:
-            body = self._engines.body(submit, b",".join(parts), asked)
             outcome = await self._engines.stream(submit.url, body, sampled)
             how, lost, why = outcome.how, outcome.lost, outcome.why
         except asyncio.CancelledError:
