@@ -125,6 +125,7 @@ class Scheduler:
             m.Hello: self._hello,
             m.Goodbye: lambda e, t: self._lost(PeerLost(kind=e.kind, name=e.name, why=LEFT), t),
             PeerLost: self._lost,
+            m.ExecutionEnded: partial(executions.ended, self),
             m.ExecutionFinished: partial(executions.finished, self),
             m.CellDrained: partial(turning.drained, self),
             m.RoleChanged: partial(turning.role_changed, self),

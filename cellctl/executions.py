@@ -99,6 +99,10 @@ def order_of(s: Scheduler, execution: str) -> m.ExecutionOrder:
     )
 
 
+def ended(s: Scheduler, event: m.ExecutionEnded, _now: float) -> None:
+    s.ledger.end_calls(event.execution)
+
+
 def finished(s: Scheduler, event: m.ExecutionFinished, now: float) -> None:
     record = s.ledger.in_flight.get(event.execution)
     if record is not None:

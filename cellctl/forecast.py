@@ -127,18 +127,19 @@ class WorkLevel:
         self._at, self._count, self._level = -math.inf, 0, 0
 
     def of(self, scheduler: Scheduler, now: float) -> int:
-        running = scheduler.ledger.in_flight
-        if scheduler.forecast.seen < self.SEEN * len(running):
-            return len(running)
+        count = scheduler.ledger.level()
+        if scheduler.forecast.seen < self.SEEN * count:
+            return count
         mean_s = scheduler.forecast.seconds("")
-        moved = abs(len(running) - self._count) > self.MOVED * self._count or now - self._at > self.MOVED * mean_s
+        moved = abs(count - self._count) > self.MOVED * self._count or now - self._at > self.MOVED * mean_s
         if moved:
             limit_s, groups = scheduler.config.tasks.harness_limit_s, scheduler.ledger.groups
             parts = (
                 scheduler.forecast.remaining_s(groups[e.group].task, now - e.dispatched_at, limit_s)
-                for e in running.values()
+                for e in scheduler.ledger.in_flight.values()
+                if not e.calls_no_more
             )
             horizon_s = self.HORIZON * mean_s
             self._level = math.ceil(sum(min(1.0, part / horizon_s) for part in parts))
-            self._at, self._count = now, len(running)
-        return min(max(1, self._level), len(running))  # whatever is forecast: who still runs needs somebody that serves
+            self._at, self._count = now, count
+        return min(max(1, self._level), count)  # whatever is forecast: who still runs needs somebody that serves

@@ -25,6 +25,7 @@ class Execution:
     executor: str = ""
     dispatched_at: float = 0.0
     excused: int = 0  # of the attempts before, those that ended because an executor was told to leave
+    calls_no_more: bool = False  # its harness has ended; only its score is to come
     outcome: Outcome | None = None
     score: float | None = None
     wall_s: float = 0.0
@@ -91,6 +92,7 @@ class Ledger:
         self.executions: dict[str, Execution] = {}
         self.groups: dict[str, Group] = {}
         self.in_flight: dict[str, Execution] = {}
+        self._in_scoring = 0  # of those, how many call no more
         self.outcomes: dict[str, dict[str, int]] = {}
         self.retries = 0
         self.open_by_purpose: Counter[Purpose] = Counter()  # groups dispatched, not closed
@@ -134,6 +136,7 @@ class Ledger:
         An `excused` end (a requeue, a preemption) costs nothing of it: an execution of many hours lives through many.
         """
         done = self.in_flight.pop(execution)
+        self._in_scoring -= done.calls_no_more
         self.groups[done.group].running -= 1
         done.outcome, done.score, done.wall_s = outcome, score, wall_s
         by_outcome = self.outcomes.setdefault(done.purpose.value, {})
@@ -170,11 +173,19 @@ class Ledger:
         record = self._unpacked.pop(group)
         record.packed, record.enough = True, enough
 
-    def level(self, purpose: Purpose | None = None) -> int:
-        """Executions dispatched and not finished (the water level)."""
-        if purpose is None:
-            return len(self.in_flight)
-        return sum(1 for e in self.in_flight.values() if e.purpose is purpose)
+    def end_calls(self, execution: str) -> None:
+        """Its harness has ended: it needs no engine any more, whatever its evaluator still does."""
+        record = self.in_flight.get(execution)
+        if record is not None and not record.calls_no_more:
+            record.calls_no_more = True
+            self._in_scoring += 1
+
+    def level(self) -> int:
+        """Executions dispatched whose harness has not ended (the water level).
+
+        At least 1 until all have their outcome: one that is lost while it is scored runs again, and needs an engine.
+        """
+        return max(len(self.in_flight) - self._in_scoring, min(1, len(self.in_flight)))
 
     def held_by(self, executor: str) -> Iterator[Execution]:
         return iter([e for e in self.in_flight.values() if e.executor == executor])

@@ -189,6 +189,16 @@ class CancelExecution:
     why: str
 
 
+@message("execution.ended")
+class ExecutionEnded:
+    """executor -> cellctl. Once, and to a new cellctl: the harness is gone and calls no more, its score is to come.
+
+    If this is lost, the execution counts as load until its outcome comes.
+    """
+
+    execution: str
+
+
 @message("execution.finished")
 class ExecutionFinished:
     """executor -> cellctl. Again, until `execution.noted`. `score` is None unless the outcome carries one.

@@ -114,7 +114,7 @@ class ExecutorCore:
             case m.ExecutionNoted():
                 self._note(event)
             case m.Welcome():  # cellctl is another one, or back: what it may have missed
-                self._out += [h.outcome for h in self.held.values() if h.outcome is not None]
+                self._out += [said for h in self.held.values() if (said := self._known_end(h)) is not None]
             case Tick():
                 self._tick(now)
             case e.ClockRead():
@@ -128,6 +128,11 @@ class ExecutorCore:
         self._fill()
         self._set_alarm(now)
         return self._out
+
+    def _known_end(self, held: Held) -> m.ExecutionFinished | m.ExecutionEnded | None:
+        if held.state in (State.ENDED, State.SCORING):
+            return m.ExecutionEnded(execution=held.order.execution)
+        return held.outcome
 
     def _expected(self, event: Any) -> Held:
         held = self.held.get(event.execution)
@@ -270,6 +275,7 @@ class ExecutorCore:
             return
         self._move(held, State.ENDED)
         self._to_score.append(event.execution)
+        self._out.append(m.ExecutionEnded(execution=event.execution))
 
     def _evaluated(self, held: Held, event: e.Evaluated, now: float) -> None:
         if held.cancelled is not None:

@@ -101,7 +101,7 @@ class Executor(daemon.Shell):
 
     async def perform(self, command: Any) -> None:
         match command:
-            case m.ExecutionFinished():
+            case m.ExecutionFinished() | m.ExecutionEnded():
                 await self.client.send(command)
             case e.Prepare(execution=name):
                 await self._prepare(name)

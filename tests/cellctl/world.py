@@ -16,7 +16,7 @@ from cellctl.core import Scheduler, Start
 from gyre_base import messages as m
 from gyre_base.daemon import Answer, PeerLost, Send, Tick, WakeAt
 from gyre_base.ids import PolicyVersion
-from gyre_base.vocabulary import Outcome, Purpose, Role
+from gyre_base.vocabulary import Outcome, Role
 
 
 class World:
@@ -117,7 +117,12 @@ class World:
             if Role.ROLLOUT not in self.roles.values():  # its calls are held until a cell serves
                 self.put(1.0, end)
                 return
-            del self.running[order.execution]
+            self.feed(m.ExecutionEnded(execution=order.execution))
+            self.put(self.random.choice([0.0, 0.5, 3.0]), score_it)
+
+        def score_it() -> None:
+            if self.running.pop(order.execution, None) is None:
+                return
             outcome = self.random.choices([Outcome.SCORED, Outcome.PARTIAL, Outcome.EVALUATOR_FAILED], self.odds)[0]
             score = self.random.random() if outcome.counts else None
             self.feed(m.ExecutionFinished(execution=order.execution, outcome=outcome, score=score))
@@ -259,10 +264,6 @@ class World:
                 assert serving >= core.ledger.level(), "lent a cell that the executions in flight needed"
         if core.version.lineage == before.lineage:
             assert core.version >= before
-
-
-def training_level(core: Scheduler) -> int:
-    return core.ledger.level(Purpose.TRAIN)
 
 
 def main() -> None:

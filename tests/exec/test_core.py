@@ -25,6 +25,9 @@ def ended(name: str, code: int = 0, **figures: Any) -> e.HarnessEnded:
     return e.HarnessEnded(execution=name, exit_code=code, **{"calls": 1, **figures})
 
 
+GONE = m.ExecutionEnded(execution="x")  # before its score: it needs no engine any more
+
+
 def scored(name: str, score: float = 0.5) -> e.Evaluated:
     return e.Evaluated(execution=name, verdict="scored", score=score, parts={"a": score}, evaluator="j", version="v")
 
@@ -48,7 +51,7 @@ def test_the_life_of_an_execution() -> None:
     assert core.handle(order("x"), 1.0) == [e.Prepare(execution="x")]
     assert core.handle(e.Prepared(execution="x"), 2.0) == [e.Start(execution="x")]
     assert core.handle(e.Started(execution="x", pid=7), 3.0) == [WakeAt(at=103.0)]
-    assert core.handle(ended("x", waited_s=2.0, calls=9), 13.0) == [e.Evaluate(execution="x", attempt=1)]
+    assert core.handle(ended("x", waited_s=2.0, calls=9), 13.0) == [GONE, e.Evaluate(execution="x", attempt=1)]
     finished = m.ExecutionFinished(
         execution="x",
         outcome=Outcome.SCORED,
@@ -74,6 +77,9 @@ def test_a_cellctl_that_is_new_or_back_hears_every_outcome_at_once() -> None:
     assert core.handle(m.Welcome(life=1), 1.0) == []
     finished = outcome_in(core.handle(ended("x", -9), 2.0))
     assert core.handle(m.Welcome(life=2), 3.0) == [finished]
+    scoring = running()
+    scoring.handle(ended("x"), 2.0)
+    assert scoring.handle(m.Welcome(life=2), 3.0) == [GONE]
 
 
 def test_orders_beyond_the_slots_wait_and_a_duplicate_starts_nothing() -> None:
@@ -83,7 +89,7 @@ def test_orders_beyond_the_slots_wait_and_a_duplicate_starts_nothing() -> None:
     core.handle(e.Prepared(execution="x"), 0.0)
     core.handle(e.Started(execution="x", pid=1), 0.0)
     commands = core.handle(ended("x"), 1.0)
-    assert commands == [e.Prepare(execution="y"), e.Evaluate(execution="x", attempt=1)]
+    assert commands == [GONE, e.Prepare(execution="y"), e.Evaluate(execution="x", attempt=1)]
     assert core.holds() == ("x", "y")
 
 
@@ -95,7 +101,7 @@ def test_at_the_limit_waits_are_credited_then_term_then_kill_then_partial() -> N
     assert core.handle(Tick(), 14.0) == [e.ReadClock(execution="x"), WakeAt(at=19.0)]
     assert core.handle(clock, 14.0) == [e.StopHarness(execution="x", now=False), WakeAt(at=17.0)]
     assert core.handle(Tick(), 17.0) == [e.StopHarness(execution="x", now=True), WakeAt(at=20.0)]
-    assert core.handle(ended("x", -9), 17.1) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
+    assert core.handle(ended("x", -9), 17.1) == [GONE, e.Evaluate(execution="x", attempt=1, time_up=True)]
     assert outcome_in(core.handle(scored("x"), 18.0)).outcome is Outcome.PARTIAL
 
 
@@ -130,7 +136,7 @@ def test_a_harness_that_used_its_time_is_measured_although_the_overall_limit_cam
     core = running(limit_s=10.0, overall_limit_s=10.0)
     core.handle(Tick(), 10.0)
     core.handle(e.ClockRead(execution="x", waited_s=0.0, call_open=False), 10.0)
-    assert core.handle(ended("x", -15), 11.0) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
+    assert core.handle(ended("x", -15), 11.0) == [GONE, e.Evaluate(execution="x", attempt=1, time_up=True)]
 
 
 def test_more_than_its_quota_ends_it_and_what_is_there_is_scored() -> None:
@@ -138,7 +144,7 @@ def test_more_than_its_quota_ends_it_and_what_is_there_is_scored() -> None:
     over = e.OverQuota(execution="x", why="9 MiB on disk")
     assert core.handle(over, 5.0)[0] == e.StopHarness(execution="x", now=False)
     assert core.handle(over, 5.1) == [] == core.handle(e.OverQuota(execution="gone", why=""), 5.1)
-    assert core.handle(ended("x", -25), 6.0) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
+    assert core.handle(ended("x", -25), 6.0) == [GONE, e.Evaluate(execution="x", attempt=1, time_up=True)]
     assert core.handle(over, 6.1) == []
     finished = outcome_in(core.handle(scored("x"), 7.0))
     assert (finished.outcome, finished.score, finished.error) == (Outcome.PARTIAL, 0.5, "9 MiB on disk")
@@ -180,7 +186,7 @@ def test_an_end_that_the_agent_did_not_cause_is_no_score(end: e.HarnessEnded, wo
 
 @pytest.mark.parametrize("code", [0, 1, 3, -11, -15])
 def test_an_end_of_the_agents_own_is_measured(code: int) -> None:
-    assert running().handle(ended("x", code), 5.0) == [e.Evaluate(execution="x", attempt=1)]
+    assert running().handle(ended("x", code), 5.0) == [GONE, e.Evaluate(execution="x", attempt=1)]
 
 
 def test_a_crash_of_the_evaluator_is_tried_again_once_and_is_never_a_zero() -> None:
@@ -206,7 +212,7 @@ def test_partial_work_that_can_not_be_graded_is_unscored_and_not_a_zero() -> Non
     core = running(limit_s=1.0)
     core.handle(Tick(), 1.0)
     core.handle(e.ClockRead(execution="x", waited_s=0.0, call_open=False), 1.0)
-    assert core.handle(ended("x", -15), 1.5) == [e.Evaluate(execution="x", attempt=1, time_up=True)]
+    assert core.handle(ended("x", -15), 1.5) == [GONE, e.Evaluate(execution="x", attempt=1, time_up=True)]
     finished = outcome_in(core.handle(e.Evaluated(execution="x", verdict="refused", error="can't be graded"), 2.0))
     assert (finished.outcome, finished.score, finished.error) == (Outcome.UNSCORED, None, "can't be graded")
 
@@ -268,7 +274,7 @@ class Executions(RuleBasedStateMachine):
                     self.settled[name] = self.settled.get(name, 0) + 1
                 case m.ExecutionFinished():
                     self.check_outcome(command)
-                case e.Forget():
+                case e.Forget() | m.ExecutionEnded():
                     pass
                 case _:
                     self.to_do.append(command)
