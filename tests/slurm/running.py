@@ -201,3 +201,9 @@ def whole(summary: dict[str, Any], steps: int = STEPS) -> None:
     assert summary["tokens_trained_twice"] == 0
     assert not summary["context_mismatches"]  # None where engines and trainers are emulated
     assert abs(summary["weights_sum_min"] - 1) < 1e-9
+
+
+def unharmed(summary: dict[str, Any], steps: int) -> None:
+    """Whole, and every execution came to its score; with a retry budget of 0 no failure was charged to any."""
+    whole(summary, steps)
+    assert set(summary["executions"]["train"]) == {"scored"}

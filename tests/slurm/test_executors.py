@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.slurm.minislurm import Cluster
-from tests.slurm.running import JobRun, emulated, whole
+from tests.slurm.running import JobRun, emulated, unharmed, whole
 
 LONG = 10
 
@@ -33,11 +33,15 @@ def test_executors_on_a_cpu_partition_wait_for_the_next_life_of_a_requeued_run(
         run.until_nothing_is_left()
 
 
-def test_a_preempted_executors_job_costs_its_executions_an_attempt_and_no_more(
+def test_a_preempted_executors_job_comes_back_and_its_executions_run_again_at_no_cost_of_their_budget(
     quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
     tree = emulated(
-        tmp_path, scheduler__steps=LONG, cluster__executor_partition="cpu", cluster__executor_options=["mem=500M"]
+        tmp_path,
+        scheduler__steps=LONG,
+        scheduler__retry_budget=0,
+        cluster__executor_partition="cpu",
+        cluster__executor_options=["mem=500M"],
     )
     with JobRun(quiet_slurm, tmp_path, no_model, tree) as run:
         run.submit()
@@ -47,7 +51,7 @@ def test_a_preempted_executors_job_costs_its_executions_an_attempt_and_no_more(
             "sbatch", "-p", "cpu-high", "-N1", "--exclusive", "-o/dev/null", "--wrap", "sleep 3", cwd=tmp_path
         )
         run.wait_for(lambda: run.life("ex0") > life, 90)
-        whole(run.finish(), LONG)
+        unharmed(run.finish(), LONG)
         assert run.batches() == list(range(LONG))
         assert run.restarts() == 0
         run.until_nothing_is_left()

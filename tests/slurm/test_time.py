@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.minislurm import Cluster
-from tests.slurm.running import JobRun, emulated, setting, whole
+from tests.slurm.running import JobRun, emulated, setting, unharmed, whole
 
 LONG = 10  # optimizer steps: the run is not over before it is told to leave
 
@@ -24,7 +24,7 @@ def saved_version(run: JobRun) -> str:
 def test_warned_before_the_time_limit_it_saves_requeues_and_resumes_with_nothing_lost(
     quiet_slurm: Cluster, tmp_path: Path, model: Path
 ) -> None:
-    with JobRun(quiet_slurm, tmp_path, model, setting(scheduler__steps=LONG)) as run:
+    with JobRun(quiet_slurm, tmp_path, model, setting(scheduler__steps=LONG, scheduler__retry_budget=0)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 2)
         quiet_slurm.run("scancel", "--signal=USR1", "--batch", run.job)  # what --signal=B:USR1 sends, without the wait
@@ -32,7 +32,7 @@ def test_warned_before_the_time_limit_it_saves_requeues_and_resumes_with_nothing
         saved, before = saved_version(run), run.batches()
         assert "leaving: Slurm warned us (USR1)" in run.err()
         assert len(before) == int(saved.partition(".")[2]), "what was trained before is in the checkpoint"
-        whole(run.finish(), LONG)
+        unharmed(run.finish(), LONG)
         assert run.batches() == list(range(LONG))  # no step lost, none done twice
         assert run.restarts() == 1
 
@@ -77,13 +77,15 @@ def test_preempted_it_saves_in_the_grace_time_and_goes_on_later(
     quiet_slurm: Cluster, tmp_path: Path, no_model: Path, partition: str
 ) -> None:
     """The steps get TERM, the batch script hears nothing; in spot-cancel Slurm would cancel the job in the end."""
-    with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=LONG)) as run:
+    with JobRun(
+        quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=LONG, scheduler__retry_budget=0)
+    ) as run:
         run.submit("-p", partition)
         run.until(lambda s: s["step"] >= 2)
         quiet_slurm.run("sbatch", "-p", "main", "-N4", "--exclusive", "-o/dev/null", "--wrap", "sleep 5", cwd=tmp_path)
         run.until_life(1, 120)
         assert "leaving: Slurm preempts the job" in run.err()
-        whole(run.finish(), LONG)
+        unharmed(run.finish(), LONG)
         assert run.batches() == list(range(LONG))
         assert run.restarts() == 1
 
