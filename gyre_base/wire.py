@@ -21,6 +21,14 @@ class WireError(ValueError):
     """A frame that is not a message of ours. The peer is wrong or of another version; nothing was done."""
 
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))  # as they are in JSON
+
+
+@functools.cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
 @functools.cache
 def _bulk_fields(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls) if f.type in ("bytes", bytes))
@@ -57,9 +65,11 @@ def to_json(msg: Any) -> dict[str, Any]:
     cls: Any = type(msg)
     bulk = _bulk_fields(cls)
     out: dict[str, Any] = {"tag": cls.TAG}
-    for field in dataclasses.fields(msg):
-        value = getattr(msg, field.name)
-        out[field.name] = {"bytes": len(value)} if field.name in bulk else msgspec.to_builtins(value)
+    for name in _names(cls):
+        value = getattr(msg, name)
+        if type(value) not in _PLAIN:
+            value = {"bytes": len(value)} if name in bulk else msgspec.to_builtins(value)
+        out[name] = value
     return out
 
 
