@@ -48,6 +48,7 @@ class Child:
 
     async def _wait(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
+        end_group(process.pid)  # an engine's own children would keep its memory
         self._on_exit(self.name, f"ended with code {code}; its last words are in {self._log.name}")
 
     async def end(self) -> None:
@@ -58,12 +59,16 @@ class Child:
         if process is None or process.returncode is not None:
             return
         process.terminate()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        end_group(process.pid)
+        await process.wait()
+
+
+def end_group(pid: int) -> None:
+    """Whatever is left of the group that `pid` leads or led."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 ENGINES = {"tiny": "celld.tiny.server", "emulate": "celld.emulate.server"}

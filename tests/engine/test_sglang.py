@@ -84,6 +84,7 @@ def test_a_run_with_real_engines_trains_and_moves_calls(tmp_path: Path):
         tasks = [rambling_task(f"train-{i}", turns=(1, 4)[i % 2]) for i in range(4)]  # the long ones are left when
         (tmp_path / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))  # a cell turns
         summary = run.start().finish(800)
+        assert not run.left()
     assert summary["steps"] == 2
     assert summary["executions_interrupted"] == 0
     assert summary["context_mismatches"] == 0
