@@ -59,7 +59,7 @@ class Damage:
             "bad lines in all": self.bad_lines if self.bad_lines > len(self.bad) else 0,
             "records recovered behind a torn one": self.recovered,
             "duplicate calls ignored": self.duplicates,
-            "calls in conflict (same id, other tokens; nothing of their executions trains)": self.conflicts,
+            "calls in conflict (same id, other tokens)": self.conflicts,
             "calls kept as context only": self.defects,
             "calls of another level than their execution, left out": self.mixed,
             **{f"records of unknown kind {kind!r}": n for kind, n in self.unknown_kinds.items()},
@@ -85,7 +85,11 @@ class Gaps:
         return {"quarantined": self.quarantined, "incomplete": self.incomplete, "missing": tuple(self.missing)}
 
 
-def incomplete_lines(count: int, missing: Sequence[tuple[str, str]]) -> list[str]:
-    """For a person; no lines if nothing is missing."""
-    out = [f"  {counted(count, 'execution')} incomplete (kept unless --incomplete mask)"] if count else []
+def gap_lines(quarantined: int, incomplete: int, missing: Sequence[tuple[str, str]]) -> list[str]:
+    """For a person; no lines if nothing is wrong."""
+    out = []
+    if quarantined:
+        out.append(f"  {counted(quarantined, 'execution')} quarantined (two payloads under one call id): none trains")
+    if incomplete:
+        out.append(f"  {counted(incomplete, 'execution')} incomplete (kept unless --incomplete mask)")
     return out + [f"    {name}: {what}" for name, what in missing]

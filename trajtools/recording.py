@@ -18,6 +18,7 @@ from trajtools.choose import DEFAULT, Rules
 from trajtools.forest import ConflictingCall, Forest, Mark
 
 OnCall: TypeAlias = Callable[[Call], None]
+CONFLICT = "conflict"  # text of the note that keeps an execution quarantined in whatever is made of it
 EPOCH_S = 1e8  # 1973: no counter of calls gets there
 
 
@@ -124,7 +125,10 @@ class Recording:
             case RunHeader() | Note(exec=None):
                 self.loose.append(record)
             case Note():
-                self.execution(str(record.exec)).others.append(record)
+                execution = self.execution(str(record.exec))
+                execution.others.append(record)
+                if record.text == CONFLICT:  # of the file that this one was made from
+                    execution.conflicts.extend(map(str, record.extra.get("calls") or ["?"]))
             case _:
                 self.execution(record.exec).others.append(record)
 

@@ -15,7 +15,7 @@ from typing import Any
 from gyre_base.runblocks import Blocks
 from trajtools.breaks import KINDS, Analysis, Break, analyse
 from trajtools.choose import CLASSES, DEFAULT, REASONS, Choice, Rules, choose
-from trajtools.damage import Damage, Gaps, incomplete_lines
+from trajtools.damage import Damage, Gaps, gap_lines
 from trajtools.load import OnBytes, Source, Stream
 from trajtools.recording import Execution
 from trajtools.words import Say, clipped, counted, short, sizes, speaker
@@ -99,7 +99,7 @@ class DedupReport:
         if self.slim_bytes is not None:
             ratio = self.source_bytes / max(self.slim_bytes, 1)
             out.append(f"  slim file: {self.slim_bytes:,} bytes of {self.source_bytes:,} ({ratio:.1f}x)")
-        out += incomplete_lines(self.incomplete, self.missing) + self.damage.lines()
+        out += gap_lines(self.quarantined, self.incomplete, self.missing) + self.damage.lines()
         return out + ([f"  what was left out is in {self.side}"] if self.side is not None else [])
 
     def _tokens(self) -> list[str]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gyre_base.runfile import ExecStart
 from trajtools.breaks import analyse
 from trajtools.choose import DEFAULT, Choice, choose
-from trajtools.damage import Damage, Gaps, incomplete_lines
+from trajtools.damage import Damage, Gaps, gap_lines
 from trajtools.forest import Mark
 from trajtools.load import OnBytes, Source, Stream
 from trajtools.recording import Execution
@@ -114,7 +114,7 @@ class StatsReport:
         out.append("  outcomes            " + ", ".join(f"{k} {n:,}" for k, n in self.outcomes.items()) + score)
         if self.reported_usage:
             out.append("  reported by the provider: " + ", ".join(f"{k} {n:,}" for k, n in self.reported_usage.items()))
-        out += incomplete_lines(self.incomplete, self.missing)
+        out += gap_lines(self.quarantined, self.incomplete, self.missing)
         return out + (self.damage.lines() if self.damage is not None else [])
 
 

@@ -199,13 +199,24 @@ def test_another_payload_under_an_id_quarantines_the_execution_and_no_other(file
 def test_a_conflict_is_said_by_every_command_and_sampled_by_none(log, tmp_path):
     log.write_bytes(log.read_bytes() + encode(make_call("c0", [1], [9])))
     done = run("dedup", log)
-    assert done.exit_code == 1 and "nothing of their executions trains" in done.stdout
+    assert done.exit_code == 1 and "1 execution quarantined" in done.stdout
     assert (told(log)["quarantined"], told(log)["owned"]) == (1, 0)
     assert run("check", log).exit_code == 1 and "came twice" in run("check", log).stdout
     assert "c0 came twice" in run("show", log).stdout
     assert "conflict 13" in run("choose", log).stdout
     sampled = run("sample", log, "-o", tmp_path / "s", "--json")
     assert orjson.loads(sampled.stdout)["withheld"] == {"conflict": 1} and not (tmp_path / "s").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["slim.jsonl", "slim.gtr"])
+def test_a_quarantined_execution_stays_so_in_what_is_made_of_it(name, log, tmp_path):
+    log.write_bytes(log.read_bytes() + encode(make_call("c0", [1], [9])))
+    run("dedup", log, "-o", tmp_path / name)
+    run("convert", tmp_path / name, "-o", tmp_path / "again.jsonl")
+    for path in (tmp_path / name, tmp_path / "again.jsonl"):
+        done = run("dedup", path)
+        assert done.exit_code == 0 and "1 execution quarantined" in done.stdout  # the file itself is sound
+        assert load(path).executions["e"].withheld() == "conflict"
 
 
 # ---- calls that are missing ----------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from gyre_base.runblocks import Blocks
 from gyre_base.runcodec import to_line, to_object
-from gyre_base.runfile import CallWriter, ExecEnd, Record, Reward
+from gyre_base.runfile import CallWriter, ExecEnd, Note, Record, Reward
 from gyre_base.runframes import FrameWriter
 from trajtools.breaks import Analysis
-from trajtools.recording import Execution, Recording
+from trajtools.recording import CONFLICT, Execution, Recording
 
 KEYFRAME_CALLS = 256  # a slim file is written whole, so damage is rare: fewer full lines than in a live log
 
@@ -46,6 +46,9 @@ class SlimWriter:
                 self._put(to_object(record))
         for call, base, keep in execution.calls(analysis):
             self._put(self._writer.object(call, base=base, keep=keep))
+        if execution.conflicts and not any(isinstance(r, Note) and r.text == CONFLICT for r in execution.others):
+            calls = sorted(set(execution.conflicts))
+            self._put(to_object(Note(exec=execution.id, text=CONFLICT, extra={"calls": calls})))
         for record in execution.others:
             if isinstance(record, closing):
                 self._put(to_object(record))
