@@ -17,6 +17,7 @@ import httptools
 CONNECT_S = 5.0
 IDLE_S = 4.0  # uvicorn closes after five
 IDLE_KEPT = 1024
+ONE_WRITE_BYTES = 64 << 10  # copying less costs less than a second system call
 
 
 class Disconnected(ConnectionError):
@@ -47,6 +48,9 @@ class _Connection(asyncio.Protocol):
         self._done = self._loop.create_future()
         self.heard = self._loop.time()
         self._body = body
+        if sum(map(len, body)) < ONE_WRITE_BYTES:
+            self.transport.write(b"".join((head, *body)))
+            return self._done
         for part in (head, *body):
             self.transport.write(part)
         return self._done

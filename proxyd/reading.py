@@ -69,7 +69,8 @@ class Memory:
             if asked is not None:
                 return asked
         request = dialect.read(body)
-        return Asked(request, None, lambda: request, body, dialect.field, place_of(body, dialect.field))
+        place = place_of(body, dialect.field) if len(body) > WORTH_BYTES else None
+        return Asked(request, None, lambda: request, body, dialect.field, place)
 
     def told(self, asked: Asked, start: bytes) -> None:
         """The tree is now at `start`, after all messages of this request."""
