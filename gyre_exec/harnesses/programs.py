@@ -14,10 +14,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre_base.config import ConfigError
+
 STAMP = ".installed"
 
 
-class HarnessMissing(ValueError):
+class HarnessMissing(ConfigError):
     """The program is not installed; says which command installs it."""
 
 
