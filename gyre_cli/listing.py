@@ -88,7 +88,7 @@ def why(job: slurm.Job) -> str:
     if job.state == "RUNNING":
         return ""
     begin = "BeginTime" in job.reason
-    return f"{job.reason}: requeued, starts again in about two minutes" if begin else job.reason
+    return f"{job.reason}: requeued, starts again by itself" if begin else job.reason
 
 
 def supervised(lock: Path) -> bool:
