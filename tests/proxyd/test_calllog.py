@@ -22,7 +22,9 @@ from proxyd.conversation import Conversation, Message
 from proxyd.daemon import open_executions
 from proxyd.labels import Relabel
 from proxyd.records import Facts, Progress, call_record, relabel_note, restore
+from tests.proxyd.talk import Talk, tool
 from tests.proxyd.test_capture import SYSTEM, TASK, Execution, echo, random_answer, random_new, twins
+from tests.proxyd.test_shapes import claude, heard, results, text, user
 
 HEADER = RunHeader(run="r", writer="proxyd")
 
@@ -136,3 +138,26 @@ def test_only_open_executions_come_back(tmp_path: Path) -> None:
     found = open_executions(journal)
     assert list(found) == ["b"] and found["b"].temperature == 0.0
     assert open_executions(tmp_path / "none") == {}
+
+
+def test_names_from_headers_purposes_and_thinking_come_back(thinker: ChatModel) -> None:
+    talk = Talk(thinker, "messages")
+    sub = {"x-claude-code-agent-id": "a1"}
+    main = talk.say(claude([user(text("task"))]), "<think>\nso\n</think>\n\n" + tool("Agent", prompt="look"))
+    child = talk.say(claude([user(text("look"))], system="sub"), "<think>\nhm\n</think>\n\nfound", sub)
+    asked = [user(text("task")), heard(main), user(*results(main), text("sum up"))]
+    summary = talk.say(claude(asked), "all done", {"x-claude-code-request-class": "compaction"})
+    records = []
+    for seq, (said, named) in enumerate(((main, ""), (child, "a1"), (summary, ""))):
+        ids = said.node.completion.ids.tolist()
+        progress = Progress(ids, [-0.5] * len(ids), [Span("0.0", 0, len(ids))])
+        facts = Facts("e", said.node.call, seq, 1.0, 2.0, "stop", 1.0, 0.0, 0, 0, named)
+        records.append(call_record(facts, said.plan, progress))
+    assert [r.label for r in records] == ["main", "sub-agent", "main-summary"]
+    talk.forest = restore(records, thinker, {"e"})["e"]
+    more = talk.say(claude([user(text("look")), heard(child), user(text("sure?"))], system="sub"), "ok", sub)
+    assert more.plan.base is not None and more.plan.base.call == child.node.call and more.plan.agent == child.plan.agent
+    other = talk.say(claude([user(text("unheard of"))], system="sub"), "ok", sub)
+    assert other.plan.agent == child.plan.agent, "the header names an agent of the earlier life"
+    after = talk.say(claude([user(text("task; so far: all done"))]), "ok")
+    assert after.plan.agent.id == "main" and not talk.relabelled
