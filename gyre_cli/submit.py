@@ -236,10 +236,18 @@ def of_slurm(plan: Plan) -> list[Finding]:
 
 
 def of_partition(plan: Plan) -> list[Finding]:
+    """The job's partition and that of the executors' own jobs."""
     records = slurm.partitions()
     default = next((name for name, record in records.items() if record.get("Default") == "YES"), "")
     name = plan.script.options.get("partition") or default
-    return checks.of_partition(name, records[name]) if name in records else []
+    out = checks.of_partition(name, records[name]) if name in records else []  # sbatch names an unknown one
+    executors = plan.config.cluster.executor_partition
+    if executors and executors not in records:
+        do = f"set cluster.executor_partition to one of {checks.listed(sorted(records), most=8)}"
+        out.append(fail("executors", f"no partition is called {executors}", do))
+    elif executors:
+        out += checks.of_partition(executors, records[executors])
+    return out
 
 
 def of_test_only(plan: Plan) -> Finding:

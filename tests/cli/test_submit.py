@@ -140,6 +140,7 @@ WRONG = [
     ("gyre.toml", "cells = 2", 'cells = 2\ncluster.bind = "10.0.0.1"', "addresses", "auto"),
     ("gyre.toml", '"true"', "", "configuration", "tasks.harness"),
     ("gyre.toml", "tasks/train.jsonl", "none.jsonl", "configuration", "tasks.train"),
+    ("gyre.toml", "cells = 2", 'cells = 2\ncluster.executor_partition = "cpu"', "executors", "main"),
     (
         "gyre.toml",
         "cells = 2",
