@@ -41,15 +41,26 @@ def options(command: click.Command) -> set[str]:
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
+def named(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that the words begin with, also one within a group, and the rest. Raises KeyError."""
+    command: click.Command = importlib.import_module(f"gyre_cli.{words[0]}").main
+    rest = words[1:]
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        command = command.commands[rest.pop(0)]
+    return command, rest
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_commands_and_options_of_a_page_exist(path):
     for words in commands(path):
-        program, name, *rest = words
-        main = importlib.import_module(f"gyre_cli.{program}").main
-        assert name in main.commands, f"{path.name}: {' '.join(words)}"
+        said = f"{path.name}: {' '.join(words)}"
+        try:
+            command, rest = named(words)
+        except KeyError as unknown:
+            pytest.fail(f"{said}: no command is called {unknown}")
         own = rest[: rest.index("--")] if "--" in rest else rest
         given = {word.partition("=")[0] for word in own if word.startswith("--")}
-        assert given <= options(main.commands[name]) | {"--help"}, f"{path.name}: {' '.join(words)}"
+        assert given <= options(command) | {"--help"}, said
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
