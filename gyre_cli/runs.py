@@ -56,6 +56,7 @@ def check(config: Config, *, here: bool = True) -> None:
         "model.path": Path(config.model.path) / "config.json" if config.model.path else None,
         "tasks.train": Path(config.tasks.train) if config.tasks.train else None,
         **({"tasks.heldout": Path(config.tasks.heldout)} if config.tasks.heldout else {}),
+        **({"scheduler.forecast_from": Path(known)} if (known := config.scheduler.forecast_from) else {}),
         **({"model.tokenizer": Path(config.model.tokenizer) / "tokenizer.json"} if config.model.tokenizer else {}),
     }
     for key, path in needed.items():
