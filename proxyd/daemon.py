@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import logging
 import os
@@ -240,6 +241,8 @@ async def _serve(run: RunDir) -> None:
     engines = EngineClient(keys.admin, chat.stop_ids, config.engine.stream_interval)
     shell.service = Service(config, chat, engines, calls, shell.feed, shell.clock.now, shell.fail)
     shell.service.forests = forests
+    gc.freeze()  # trees live as long as their executions: looking through them for garbage finds none
+    gc.set_threshold(20_000, 20, 20)
     for event in (Restarted(life=life), *opened.values()):
         shell.feed(event)
     await _until_stopped(shell, run, keys, config, life, calls, engines)

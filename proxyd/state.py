@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import xxhash
 
 from gyre_base.messages import CellDrained
 
 STORY = 24  # lines kept per call
-_NAMESPACE = uuid.UUID("5d0f7f0a-6a50-5e1b-9d3c-0c6f3c1b7a11")
 
 
 class State(StrEnum):
@@ -50,7 +50,7 @@ class Call:
 
     def rid(self, life: int) -> str:
         """Our request id at the engine: 32 digits, one per submission."""
-        return uuid.uuid5(_NAMESPACE, f"{life}/{self.id}/{self.number}").hex
+        return xxhash.xxh3_128_hexdigest(f"{life}/{self.id}/{self.number}".encode())
 
 
 @dataclass(slots=True)
