@@ -198,7 +198,7 @@ class Scheduler:
         self.present.add(known)
         self.alarms.pop(known, None)
         if event.kind == "executor":
-            executions.executor_joined(self, event, now)
+            executions.executor_joined(self, event, now, reborn=reborn)
         elif event.kind == "proxyd":
             self._inform_proxyd()
         elif event.kind == "trajd":
@@ -313,7 +313,7 @@ class Scheduler:
                 self._train(now)
         turning.update_one_engine(self, now)
         executions.release(self, now)
-        executions.assign(self)
+        executions.assign(self, now)
 
     def _next_phase(self, now: float) -> None:
         if self.phase == "starting" and self._everyone_is_here():

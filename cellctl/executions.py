@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from cellctl.core import Scheduler
 
 
+ON_ITS_WAY_S = 10.0  # an order that an executor does not know after so long was lost
+
+
 @dataclass
 class Executor:
     """An executor process as the scheduler sees it."""
@@ -31,12 +34,15 @@ def opening(s: Scheduler, execution: str, purpose: Purpose) -> m.OpenExecution:
     return m.OpenExecution(execution=execution, purpose=purpose, temperature=temperature)
 
 
-def executor_joined(s: Scheduler, event: m.Hello, now: float) -> None:
-    """Both sides' lists are made one: what it lost is tried again, what it should not have is cancelled."""
+def executor_joined(s: Scheduler, event: m.Hello, now: float, *, reborn: bool) -> None:
+    """Both sides' lists are made one: what it lost is tried again, what it should not have is cancelled.
+
+    An order may still be on its way to an executor that lives on: what was given to it just now is not lost.
+    """
     left_with_us = event.name not in s.executors  # both were ended, as by a requeue: no execution is to blame
     s.executors.setdefault(event.name, Executor(event.name, event.slots)).slots = event.slots
     for execution in list(s.ledger.held_by(event.name)):
-        if execution.id not in event.holds:
+        if execution.id not in event.holds and (reborn or now - execution.assigned_at > ON_ITS_WAY_S):
             end_attempt(s, execution.id, Outcome.INFRA_FAILED, None, 0.0, now, excused=left_with_us)
     for held in event.holds:
         if held not in s.ledger.in_flight:
@@ -75,7 +81,7 @@ def release(s: Scheduler, now: float) -> None:
         s.say(WakeAt(at=s.staggered[0][0]))
 
 
-def assign(s: Scheduler) -> None:
+def assign(s: Scheduler, now: float) -> None:
     """Give waiting executions to the executor with the fewest. Executors queue beyond their own concurrency."""
     while s.waiting and s.executors:
         execution = s.ledger.in_flight.get(s.waiting.popleft())
@@ -83,7 +89,7 @@ def assign(s: Scheduler) -> None:
             continue
         executor = min(s.executors.values(), key=lambda e: (e.held / max(1, e.slots), e.name))
         executor.held += 1
-        execution.executor = executor.name
+        execution.executor, execution.assigned_at = executor.name, now
         s.say(Send(f"executor:{executor.name}", order_of(s, execution.id)))
 
 

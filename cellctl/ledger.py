@@ -24,6 +24,7 @@ class Execution:
     purpose: Purpose
     executor: str = ""
     dispatched_at: float = 0.0
+    assigned_at: float = 0.0
     excused: int = 0  # of the attempts before, those that ended because an executor was told to leave
     calls_no_more: bool = False  # its harness has ended; only its score is to come
     outcome: Outcome | None = None

@@ -20,7 +20,7 @@ class Vital:
     progress: int = -1
     work: int = 0
     stalled: bool = False
-    differs: int = 0  # heartbeats in a row that contradict our count
+    differs: tuple[int, int, int] = (0, 0, 0)  # theirs and ours of the last heartbeat, and how often in a row
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,14 @@ class Liveness:
         return recovered
 
     def disagrees(self, peer: str, theirs: int, ours: int) -> bool:
-        """True if a peer's count of what it holds has not been ours for some heartbeats: a word was lost on the way."""
+        """True if a peer's count of what it holds has not been ours for some heartbeats, while neither moved: then
+        nothing is on its way, and a word was lost.
+        """
         vital = self.peers[peer]
-        vital.differs = vital.differs + 1 if theirs != ours else 0
-        if vital.differs < HELD_BEATS:
-            return False
-        vital.differs = 0
-        return True
+        *before, times = vital.differs
+        times = (times + 1 if [theirs, ours] == before else 1) if theirs != ours else 0
+        vital.differs = (theirs, ours, 0 if times == HELD_BEATS else times)
+        return times == HELD_BEATS
 
     def forget(self, peer: str) -> None:
         self.peers.pop(peer, None)

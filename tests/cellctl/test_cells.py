@@ -124,3 +124,15 @@ def test_the_only_cell_that_serves_is_drained_only_by_force():
     forced = m.OperatorOrder(verb="drain", argument="c2", options={"reason": "its fan fails", "force": "yes"})
     done = [c.message for c in world.core.handle(forced, world.now) if isinstance(getattr(c, "message", 0), m.Done)]
     assert done and "its fan fails" in world.core.cells["c2"].reason
+
+
+@pytest.mark.parametrize(("age_s", "life", "is_lost"), [(1.0, 1, False), (60.0, 1, True), (1.0, 2, True)])
+def test_an_order_on_its_way_is_not_lost_but_one_that_an_executor_does_not_know_after_a_while_is(age_s, life, is_lost):
+    world = World(2, policy="elastic", cells=2, heldout=0)
+    while not world.core.ledger.in_flight:
+        step(world)
+    held = tuple(world.core.ledger.in_flight)
+    hello = m.Hello(kind="executor", name="ex0", life=life, pid=1, slots=64, holds=held[1:])
+    world.core.handle(hello, world.now + age_s)
+    assert (held[0] not in world.core.ledger.in_flight) == is_lost
+    assert world.core.ledger.retries == is_lost

@@ -158,6 +158,14 @@ def test_a_stall_is_told_once_and_only_after_work_without_progress_for_long_enou
         told = told or is_due
 
 
+def test_counts_that_move_are_words_on_their_way_and_only_a_standing_difference_is_a_lost_one():
+    liveness = Liveness(silent_s=20.0, stall_s=60.0)
+    liveness.heard("p", 0.0)
+    assert not any(liveness.disagrees("p", theirs, theirs + 1) for theirs in range(10))
+    assert [liveness.disagrees("p", 3, 4) for _ in range(HELD_BEATS)] == [False] * (HELD_BEATS - 1) + [True]
+    assert not any(liveness.disagrees("p", 4, 4) for _ in range(10))
+
+
 def test_the_time_in_which_we_stood_still_counts_for_nobody():
     liveness = Liveness(silent_s=20.0, stall_s=60.0)
     liveness.beat("p", 1, 1, 0.0)
