@@ -98,10 +98,17 @@ class Mark:
     logprobs: Logprobs | None
     prompt_tokens: int
     end: int
-    context: str
     segment: Segment
     order: int = 0  # place by commit; set by `Forest.marks`
     mask: NDArray[np.bool_] | None = None  # of `trainable`, once asked for
+    digest: str | None = None  # of the prompt, as recorded or once asked for
+
+    @property
+    def context(self) -> str:
+        """xxh3-128 of the prompt: what the engine got, if its writer kept that."""
+        if self.digest is None:
+            self.digest = context_digest(self.tokens(0, self.prompt_tokens))
+        return self.digest
 
     @property
     def id(self) -> str:
@@ -117,6 +124,15 @@ class Mark:
             known = self.logprobs is not None and self.prompt_tokens > 0
             self.mask = trainable_mask(self.logprobs) if known else np.zeros(self.sampled, np.bool_)  # type: ignore[arg-type]
         return self.mask
+
+    def tokens(self, start: int, end: int) -> Ids:
+        """int32: tokens of depths [start, end) on this path."""
+        parts = [
+            segment.tokens[max(start - segment.start, 0) : end - segment.start]
+            for segment in self.segment.path()
+            if segment.start < end and segment.end > start
+        ]
+        return np.concatenate(parts) if parts else NO_IDS
 
     def segment_at(self, depth: int) -> Segment:
         """The segment of this path that covers `depth` (or ends the path, for the depth just behind it)."""
@@ -195,9 +211,7 @@ class Forest:
         for tokens in (np.concatenate(parts),) if known else parts:  # a whole prompt would be long to copy
             segment, offset = self._descend(segment, offset, tokens)
         prompt, sampled = len(call.prompt_ids), len(call.completion_ids)
-        context = call.context or context_digest(call.prompt_ids)
-        bare = _bare(call)
-        mark = Mark(bare, call.logprobs, prompt, prompt + sampled, context, segment)
+        mark = Mark(_bare(call), call.logprobs, prompt, prompt + sampled, segment, digest=call.context)
         segment.marks.append(mark)
         self._marks[call.call] = mark
         self._note(mark, call.prompt_ids)
@@ -231,13 +245,7 @@ class Forest:
 
     def tokens(self, mark: Mark, start: int = 0, end: int | None = None) -> Ids:
         """int32: tokens of depths [start, end) on the path of a call, up to the end of its completion."""
-        end = mark.end if end is None else min(end, mark.end)
-        parts = [
-            segment.tokens[max(start - segment.start, 0) : end - segment.start]
-            for segment in mark.segment.path()
-            if segment.start < end and segment.end > start
-        ]
-        return np.concatenate(parts) if parts else NO_IDS
+        return mark.tokens(start, mark.end if end is None else min(end, mark.end))
 
     def digest(self) -> str:
         """One hash of all of it, logprobs and labels included. Equal for any order and any form of the same calls."""
