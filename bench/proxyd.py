@@ -191,24 +191,31 @@ async def per_call(pid: int, call: Callable[[int], Any], count: int, size: int =
     return (await settled(pid) - before) / (-(-count // 16) * 16)
 
 
-async def memory(rig: Rig) -> list[Figure]:
-    """Memory per token of executions at rest, and per call that is open at the engine."""
-    tokens, names, before = 0, [f"mem-{n}" for n in range(2 if rig.quick else 6)], memory_bytes(rig.pid)
+async def grown(rig: Rig, names: list[str]) -> int:
+    """Executions that grow to 100k tokens each, turn by turn. Gives their tokens."""
+    tokens = 0
     for name in names:
         await rig.world.cellctl.open(name)
         history: list[Any] = history_of(4_000, len(rig.world.chat.encode(LINES)) + 8)
         while True:
             answer = orjson.loads(await rig.call(name, body_of(history), f"c{len(history)}"))
-            history += [
-                answer["choices"][0]["message"],
-                {"role": "user", "content": f"{name} {len(history)} {LINES * 4}"},
-            ]
+            more = {"role": "user", "content": f"{name} {len(history)} {LINES * 4}"}
+            history += [answer["choices"][0]["message"], more]
             if answer["usage"]["prompt_tokens"] > 100_000:
                 tokens += answer["usage"]["total_tokens"]
                 break
+    return tokens
+
+
+async def memory(rig: Rig) -> list[Figure]:
+    """Memory per token of executions at rest, once the caches that all share are full, and per call that is open."""
+    filling, names = [f"fill-{n}" for n in range(4)], [f"mem-{n}" for n in range(4 if rig.quick else 8)]
+    await grown(rig, filling)
+    before = memory_bytes(rig.pid)
+    tokens = await grown(rig, names)
     after = memory_bytes(rig.pid)
     out = [figure("bytes_per_token", [(after - before) / tokens], "bytes", *at_most(16))]
-    for name in names:
+    for name in filling + names:
         await rig.world.cellctl.say(m.CloseExecution(execution=name))
     with contextlib.suppress(PeerMissing):
         ours = await ours_open_memory(rig, 200 if rig.quick else 1000)
