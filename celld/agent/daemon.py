@@ -269,7 +269,7 @@ class AgentShell(Shell):
         with contextlib.suppress(NoAnswer):
             reply = await self._rank.ask(m.StatusRequest(), timeout_s=self._probe_s)
             row = reply.rows[0]
-            return int(row["micro_steps"]), int(row["holds_lease"])
+            return int(row["micro_steps"]), int(row["computing"])
         return None
 
     async def _end_stalled(self, child: str, why: str) -> None:

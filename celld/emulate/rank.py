@@ -82,6 +82,7 @@ class EmulatedRank:
         self.saved = ("", "")
         self.may_hold = False
         self.progress = 0
+        self.computing = False
         self.may_claim = asyncio.Event()
         self.busy = asyncio.Lock()
         self.committing = asyncio.Lock()
@@ -178,7 +179,7 @@ class EmulatedRank:
             return POLL_S
         step = MicroStep.from_wire(lease.layout, lease.payload)
         slept = time.monotonic()
-        await asyncio.sleep(self._execution_s * len(step.executions))
+        await self._compute(self._execution_s * len(step.executions))
         slept = time.monotonic() - slept
         word = m.MicroStepComputed(batch=lease.batch, id=lease.id, cell=self.cell, life=self.life)
         async with self.committing:
@@ -192,6 +193,11 @@ class EmulatedRank:
             self.sum.add((lease.id,), weight, stats)
         self.progress += 1
         return 0.0
+
+    async def _compute(self, seconds: float) -> None:
+        self.computing = True
+        await asyncio.sleep(seconds)
+        self.computing = False
 
     def _drop(self, why: str) -> float:
         log.warning("%s drops its sum: %s", self.cell, why)
@@ -222,7 +228,7 @@ class EmulatedRank:
             whole.add(part.ids, part.weight_sum, part.stats)
         assert self.version is not None
         async with self.stepping:
-            await asyncio.sleep(self.config.emulate.step_s * self._scale)
+            await self._compute(self.config.emulate.step_s * self._scale)
             self.version = PolicyVersion(self.version.lineage, self.version.step + 1)
             self._publish()
             self.next_batch = done.batch + 1

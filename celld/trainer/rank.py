@@ -74,6 +74,7 @@ class Rank:
         self.batch_began: float | None = None
         self.may_hold = False  # trajd may think that we hold a lease
         self.progress = 0  # micro-steps committed in this life
+        self.computing = False  # tensor work is in hand: without progress for long the agent takes us for stalled
         self.may_claim = asyncio.Event()
         self.busy = asyncio.Lock()  # one round of `work`; a stop waits for it
         self.committing = asyncio.Lock()  # a commit in doubt; a pull of the sum waits for it
@@ -314,7 +315,11 @@ class Rank:
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Tensor work, one piece at a time, while the sockets go on being served."""
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+        self.computing = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+        finally:
+            self.computing = False
 
     async def tell(self, client: Client, message: Any, *, may_refuse: bool = False) -> str:
         """Repeat until it is answered. Returns "" or why it was refused; an unexpected refusal ends this rank."""

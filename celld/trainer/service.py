@@ -137,7 +137,7 @@ class RankService:
             "batch": rank.sum.batch if rank.sum else None,
             "micro_steps_in_sum": len(rank.sum.ids) if rank.sum else 0,
             "micro_steps": rank.progress,
-            "holds_lease": rank.may_hold,
+            "computing": rank.computing,
             "transport": rank.transport.name,
         }
 
