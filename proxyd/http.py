@@ -99,6 +99,8 @@ class Front:
     async def _call(self, http: Request, execution: str, tail: str) -> Response:
         dialect = DIALECTS[tail]
         try:
+            if http.headers.get("content-encoding", "identity") != "identity":
+                raise BadRequest("request bodies must not be compressed: send no Content-Encoding")
             asked = self._service.read(execution, dialect, http.body)
             number, derived = self._call_id(http, execution)
         except BadRequest as error:

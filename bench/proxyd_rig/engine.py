@@ -38,8 +38,8 @@ class Engine:
     def answer(self, path: str, body: bytes) -> Any:
         if path == "/mode":
             self.hold = int(json.loads(body)["hold"])
-            for stream in list(self.running.values()):
-                stream.go_on()
+            for one in list(self.running.values()):
+                one.go_on()
             return {}
         if path == "/stats":
             return {"running": len(self.running)}

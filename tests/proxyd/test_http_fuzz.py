@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import random
 import re
@@ -195,6 +196,12 @@ async def test_malformed_bodies_are_refused_in_the_dialect(target: Target, path:
         got = await target.exchange([target.request(path, body)])
         error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
         assert statuses(got) == [400] and error["type"] == "invalid_request_error" and error["message"], got
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_compressed_body_is_refused_in_words(target: Target) -> None:
+    got = await target.exchange([target.request(PATHS[0], gzip.compress(GOOD), b"Content-Encoding: gzip")])
+    assert statuses(got) == [400] and b"must not be compressed" in got
 
 
 @pytest.mark.asyncio(loop_scope="module")
