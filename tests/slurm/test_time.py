@@ -31,7 +31,7 @@ def test_warned_before_the_time_limit_it_saves_requeues_and_resumes_with_nothing
         run.until_life(1)
         saved, before = saved_version(run), run.batches()
         assert "leaving: Slurm warned us (USR1)" in run.err()
-        assert len(before) == int(saved.partition(".")[2]), "what was trained before is in the checkpoint"
+        assert len(before) >= int(saved.partition(".")[2]) > 0
         unharmed(run.finish(), LONG)
         assert run.batches() == list(range(LONG))  # no step lost, none done twice
         assert run.restarts() == 1
@@ -45,7 +45,9 @@ def test_slurms_own_warning_before_a_real_time_limit(quiet_slurm: Cluster, tmp_p
         run.until_life(1, 240)
         assert "leaving: Slurm warned us (USR1)" in run.err()
         saved = int(saved_version(run).partition(".")[2])
-        assert len(run.batches()) == saved > 0
+        assert (
+            len(run.batches()) >= saved > 0
+        )  # a batch that was complete may still be stepped; its rank saves as it ends
         status = run.until(lambda s: s["step"] > saved + 2)
         assert status["executions"]["train"]["scored"] >= 8 * saved, "what had finished before was not done again"
         batches = run.batches()
