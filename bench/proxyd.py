@@ -273,7 +273,8 @@ async def lag(rig: Rig) -> list[Figure]:
 
     await asyncio.sleep(62)  # the figure is of the last minute
     idle_s = await p99_s()
-    tasks = await open_calls(rig, 400 if rig.quick else 2000, "lag")
+    count = 400 if rig.quick else 2000
+    tasks = await open_calls(rig, count, "lag")
     end = time.monotonic() + 62
     turn = 0
     while time.monotonic() < end:
@@ -285,7 +286,7 @@ async def lag(rig: Rig) -> list[Figure]:
     busy_s = await p99_s()
     await rig.mode(-1)
     await asyncio.gather(*tasks)
-    return [figure("loop_lag_p99_ratio_2000", [busy_s / max(idle_s, 1e-4)], "ratio", *at_most(10))]
+    return [figure(f"loop_lag_p99_ratio_{count}", [busy_s / max(idle_s, 1e-4)], "ratio", *at_most(10))]
 
 
 async def drains(rig: Rig) -> list[Figure]:
@@ -306,7 +307,7 @@ async def drains(rig: Rig) -> list[Figure]:
     await rig.mode(-1)
     await asyncio.gather(*tasks)
     await rig.world.cellctl.serve(_named("a", rig.engine))
-    return [figure("drain_cost_per_call_ratio_512", [cost / plain_s], "ratio", *at_most(3))]
+    return [figure(f"drain_cost_per_call_ratio_{count}", [cost / plain_s], "ratio", *at_most(3))]
 
 
 def _named(name: str, url: str) -> FakeEngine:
