@@ -10,7 +10,7 @@ from typing import Any
 from gyre_base.config import Config
 from gyre_cli.findings import Finding, fail, note, ok, warn
 
-TESTED = ("22.05", "24.11")
+TESTED = "22.05"
 OVERLAP = (20, 11)
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 30.0
 NOFILE, NPROC = 16384, 4096
@@ -50,7 +50,7 @@ def of_version(version: str) -> Finding:
         return fail("Slurm version", f"{version} has no srun --overlap", "gyre needs Slurm 20.11 or newer")
     if version.startswith(TESTED):
         return ok("Slurm version", version)
-    words = f"{version or 'unknown'}; gyre is tested on {' and '.join(TESTED)}"
+    words = f"{version or 'unknown'}; gyre is tested on {TESTED}"
     return note("Slurm version", words, "try `gyre doctor --nodes 2` before a long run")
 
 

@@ -163,7 +163,7 @@ def test_a_clock_is_never_blamed_for_what_the_way_took(ahead, there, back, gap):
 
 def test_settings_of_slurm_that_matter():
     site = {
-        "SLURM_VERSION": "24.11.5",
+        "SLURM_VERSION": "22.05.8",
         "AuthInfo": "(null)",
         "JobRequeue": "1",
         "KillWait": "30 sec",
@@ -186,6 +186,7 @@ def test_settings_of_slurm_that_matter():
     }
     for key, (value, check, level) in worse.items():
         assert levels(checks.of_settings({**site, key: value}))[check] is level
+    assert levels(checks.of_settings({**site, "SLURM_VERSION": "24.11.5"}))["Slurm version"] is Level.NOTE
     assert len(checks.of_settings({})) == len(checks.of_settings(site))  # an unknown release hides nothing
 
 
