@@ -58,7 +58,7 @@ format: $(STAMP)            ## rewrite the format
 	$(VENV)/bin/ruff format .
 
 golden: $(STAMP)            ## rewrite the transcript goldens; review the diff
-	$(PY) -m pytest -q tests/cellctl/test_golden.py tests/cli/test_init.py --rewrite-golden
+	$(PY) -m pytest -q tests/cellctl/test_golden.py tests/cli/test_init.py tests/exec/test_command_lines.py --rewrite-golden
 
 SEED ?= 7
 sim: $(STAMP)               ## one seeded simulation of the scheduler with faults: make sim SEED=7
