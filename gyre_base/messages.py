@@ -135,8 +135,8 @@ class Refused:
 class JobFacts:
     """supervisor -> cellctl, at the start of either and at each change. Again; answered by `done`.
 
-    `began_at` and `ends_at` are s since the epoch, 0 = no limit; `window_s` is a person's save window, 0 = computed; `lost` are cells
-    whose node is no longer in the job: nobody waits for them, and what they still say is not heard.
+    `began_at` and `ends_at` are s since the epoch, 0 = no limit; `window_s` is a person's save window, 0 = computed;
+    `lost` are cells whose node is no longer in the job: nobody waits for them, and what they still say is not heard.
     """
 
     job: str

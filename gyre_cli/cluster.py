@@ -222,19 +222,14 @@ class ClusterSupervisor(Supervisor):
         self._beside(self._clock())
         await super()._watch()
 
-    async def _look(self, client: Client) -> None:
-        seen: list[dict[str, Any]] = []
-        shown, self._on_status = self._on_status, seen.extend
-        try:
-            await super()._look(client)
-        finally:
-            self._on_status = shown
-        if seen:
-            shown(seen)
-            await self._tell_facts(client, seen[0])
-        self._plan = self._plan_of(seen[0] if seen else {})
-        if self._plan.must_leave:
+    async def _look(self, client: Client) -> list[dict[str, Any]]:
+        rows = await super()._look(client)
+        if rows:
+            await self._tell_facts(client, rows[0])
+        self._plan = self._plan_of(rows[0] if rows else {})
+        if self._plan.must_leave and not self.finished:
             self.leave(f"{self._plan.left_s:.0f} s are left of the job's time", save_first=True)
+        return rows
 
     def _plan_of(self, row: dict[str, Any]) -> saving.SavePlan:
         """By the scheduler's measurements, and by our own clock while it does not answer."""
@@ -270,7 +265,7 @@ class ClusterSupervisor(Supervisor):
             await self._requeue()
 
     async def _save(self) -> None:
-        """Until the core has saved, or the time for it is over. Daemons that die meanwhile are needed: they restart."""
+        """Until the core has saved, or the time for it is over: then it saves what it has as it ends."""
         client = Client(self._run, self._keys, "cellctl") if self._keys is not None else None
         if client is None:
             return

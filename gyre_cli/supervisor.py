@@ -260,14 +260,16 @@ class Supervisor:
         """What it prints: nothing, unless it fails before its log is open."""
         return self._run.path("log", f"{daemon.name}.out")
 
-    async def _look(self, client: Client) -> None:
+    async def _look(self, client: Client) -> list[dict[str, Any]]:
+        """The scheduler's rows; none if it does not answer."""
         try:
             reply = await client.ask(m.StatusRequest(), timeout_s=2.0)
         except NoAnswer:
-            return
+            return []
         rows = [dict(row) for row in reply.rows]
         self._on_status(rows)
         self.finished = rows[0].get("run") == "done"
+        return rows
 
     async def _stop_all(self) -> None:
         for prefix in STOP_ORDER:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.slurm.minislurm import Cluster
 from tests.slurm.running import JobRun, emulated, setting, whole
 
@@ -50,16 +48,15 @@ def test_a_controller_that_is_away_for_a_minute_changes_nothing(
         run.until_nothing_is_left()
 
 
-@pytest.mark.parametrize("signal", ["USR1"])
 def test_a_controller_that_is_away_when_the_run_leaves_is_waited_for(
-    quiet_slurm: Cluster, tmp_path: Path, no_model: Path, signal: str
+    quiet_slurm: Cluster, tmp_path: Path, no_model: Path
 ) -> None:
     with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=LONG)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1)
         pid, node = run.pid("supervisor"), run.node_of("supervisor")
         quiet_slurm.kill_controller()
-        quiet_slurm.on_node(node, "kill", f"-{signal}", str(pid))
+        quiet_slurm.on_node(node, "kill", "-USR1", str(pid))
         run.wait_for(lambda: "can't requeue yet" in run.err() or "saved" in run.err(), 60)
         time.sleep(5)
         quiet_slurm.start_controller()

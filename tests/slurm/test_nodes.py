@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -130,7 +128,3 @@ def drain_when_it_serves(run: JobRun, cell: str) -> None:
         assert said.returncode == 4 and "only a cell that serves" in said.stderr, said.stderr
         assert time.monotonic() < deadline, said.stderr
         time.sleep(0.1)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
