@@ -8,7 +8,8 @@ PIP_ARGS ?=
 RUN_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang apptainer
+.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang apptainer \
+  harness-packages test-harness test-harness-slice
 help:                       ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
@@ -46,6 +47,23 @@ $(SGLANG_STAMP): tools/sglang-cpu.sh tools/sglang-cpu.txt
 test-sglang: $(STAMP) $(SGLANG_STAMP)  ## the engine contract and a run on the real SGLang, without a GPU
 	GYRE_ENGINE=sglang GYRE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(PY) -m pytest -n0 -v --timeout 900 \
 	  tests/engine/test_contract.py tests/engine/test_sglang.py $(TEST_ARGS)
+
+HARNESSES       = claude-code codex mini-swe-agent qwen-code opencode
+HARNESS_SLICE   = claude-code mini-swe-agent
+export GYRE_HARNESS_HOME ?= $(abspath .harnesses)
+HARNESS_PYTEST  = GYRE_TEST_HARNESS=1 $(PY) -m pytest -n 2 -v --timeout 300 --junitxml=harness-report.xml
+
+harness-packages:
+	command -v npm >/dev/null && command -v bwrap >/dev/null || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nodejs npm bubblewrap; }
+
+test-harness: $(STAMP) harness-packages        ## the five real harnesses, with every trouble (harness-report.xml)
+	$(VENV)/bin/gyre harness install $(HARNESSES)
+	$(HARNESS_PYTEST) tests/harness $(TEST_ARGS)
+
+test-harness-slice: $(STAMP) harness-packages  ## the two of them that CI runs
+	$(VENV)/bin/gyre harness install $(HARNESS_SLICE)
+	$(HARNESS_PYTEST) $(foreach name,$(HARNESS_SLICE),tests/harness/test_$(subst -,_,$(name)).py) $(TEST_ARGS)
 
 check: $(STAMP)             ## format, lint, types, architecture
 	$(VENV)/bin/ruff format --check .
