@@ -174,7 +174,7 @@ class TaskConfig:
     processes: int = 512  # of one execution at once; more ends it likewise
     printed_mib: int = 8  # kept of stdout, of stderr and of the transcript of one execution, before compression
     snapshots: bool = True  # every workspace as it was scored, in workspaces.git: a group shares what is equal
-    keep_workspaces: bool = False  # True keeps every workspace for gyre rescore
+    keep_workspaces: bool = False  # True leaves the directories where they are, too
     progress_every_s: float = 0.0  # scores running workspaces so often, as a metric only; 0 = never
     concurrent_per_executor: int = 160  # executions one executor runs at once
 
