@@ -79,7 +79,7 @@ class Mind:
         return self.main if who == MAIN else self.subs[who.removeprefix(SUB)]
 
 
-def plan(shell: Callable[[str], str], agents: Sequence[Step], fill: str = "") -> list[Step]:
+def plan(shell: Callable[[str], str], agents: Sequence[Step], fill: str = "", ends: str = "All is done.") -> list[Step]:
     """The play of all harnesses: turns, agents, a context that fills up (by output of `fill`), troubles in between."""
     fills = [Step(f"fills {n}", shell(f"{fill}; {proof(f'f{n}')}"), f"PROOF-f{n}") for n in (1, 2)] if fill else []
     return [
@@ -92,7 +92,7 @@ def plan(shell: Callable[[str], str], agents: Sequence[Step], fill: str = "") ->
         Step("loses its engine", shell(proof("lost")), "PROOF-lost", "die"),
         Step("loses proxyd", shell(proof("again")), "PROOF-again", "kill"),
         Step("writes", shell(f"printf 0123456789 > answer; {proof('written')}"), "PROOF-written"),
-        Step("ends", "All is done."),
+        Step("ends", ends),
     ]
 
 
