@@ -34,6 +34,7 @@ from tests.proxyd.fakes import FakeEngine, World
 from tests.proxyd.tokens import write_tokenizer
 
 LONG, SHORT = 600_000, 10_000
+RATE_PER_S = 40
 TURNS = 12  # measured calls per history
 LINES = "def f1(x):\n    return x.upper()\n\n\nclass Writer:\n    path = 'f1.md'\n" * 6
 
@@ -58,8 +59,8 @@ class Rig:
         assert self.world.process is not None
         return self.world.process.pid
 
-    async def mode(self, hold: int) -> None:
-        async with self.session.post(f"{self.engine}/mode", json={"hold": hold}) as response:
+    async def mode(self, hold: int, *, keep: bool = False) -> None:
+        async with self.session.post(f"{self.engine}/mode", json={"hold": hold, "keep": keep}) as response:
             await response.read()
 
     async def at_engine(self) -> int:
@@ -263,7 +264,7 @@ async def router_open_memory(rig: Rig, count: int) -> float:
 
 
 async def lag(rig: Rig) -> list[Figure]:
-    """Lateness of the loop with 2,000 executions that each have a call open, while others come and go."""
+    """Lateness of the loop with 2,000 executions that each have a call open, while 40 calls a second come and go."""
 
     async def p99_s() -> float:
         url = f"{rig.world.base('x').rpartition('/x/')[0]}/metrics"
@@ -275,14 +276,13 @@ async def lag(rig: Rig) -> list[Figure]:
     idle_s = await p99_s()
     count = 400 if rig.quick else 2000
     tasks = await open_calls(rig, count, "lag")
-    end = time.monotonic() + 62
-    turn = 0
+    await rig.mode(-1, keep=True)
+    body, end, number = body_of([{"role": "user", "content": LINES}], True), time.monotonic() + 62, 0
     while time.monotonic() < end:
-        await rig.mode(-1)
-        await asyncio.gather(*tasks)
-        turn += 1
-        tasks = await open_calls(rig, len(tasks), f"lag{turn}")
-        await asyncio.sleep(3)
+        number += 1
+        await rig.world.cellctl.open(f"turn-{number}")
+        tasks.append(asyncio.ensure_future(rig.call(f"turn-{number}", body, "c")))
+        await asyncio.sleep(1 / RATE_PER_S)
     busy_s = await p99_s()
     await rig.mode(-1)
     await asyncio.gather(*tasks)

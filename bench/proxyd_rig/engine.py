@@ -2,8 +2,8 @@
 
     python -m bench.proxyd_rig.engine [--tokens 64] [--chunk 16]
 
-Prints its port. `POST /mode {"hold": N}` stops every stream after N chunks until `{"hold": -1}`; `GET /stats` counts
-what runs. Streams end early by /abort_request or when the client leaves.
+Prints its port. `POST /mode {"hold": N}` stops every stream after N chunks until `{"hold": -1}`; with `"keep": true` it
+is for new streams only. `GET /stats` counts what runs. Streams end early by /abort_request or when the client leaves.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class Engine:
 
     def answer(self, path: str, body: bytes) -> Any:
         if path == "/mode":
-            self.hold = int(json.loads(body)["hold"])
-            for one in list(self.running.values()):
+            said = json.loads(body)
+            self.hold = int(said["hold"])
+            for one in [] if said.get("keep") else list(self.running.values()):
+                one.hold = self.hold
                 one.go_on()
             return {}
         if path == "/stats":
@@ -59,12 +61,13 @@ class Stream:
         self.total = min(limit, engine.tokens)
         self.sent = 0
         self.chunks = 0
+        self.hold = engine.hold
         engine.running[rid] = self
         self.go_on()
 
     def go_on(self) -> None:
         engine, out = self.engine, []
-        while self.rid in engine.running and (engine.hold < 0 or self.chunks < engine.hold):
+        while self.rid in engine.running and (self.hold < 0 or self.chunks < self.hold):
             count = min(engine.chunk, self.total - self.sent)
             self.sent += count
             self.chunks += 1
