@@ -2,7 +2,8 @@
 
 - The first root of an execution is the main agent.
 - A root whose system and first user text are those of a known agent belongs to it (a retry, or an edited history).
-- A root whose first user text is a text argument of an earlier tool call is that call's sub-agent.
+- A root of which a user text before the first answer is a text argument of an earlier tool call is that call's
+  sub-agent.
 - A root of an agent's system prompt that quotes a text-only answer to one appended user message continues that agent
   after a compaction; the quoted call was its summary. Where that is known only now, the earlier call is relabelled by
   a note.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -64,13 +66,13 @@ class _Known:
     named: str = ""  # the id under which headers speak of it
 
 
-def root_of(conversation: Conversation) -> tuple[Root, str, str]:
-    """(digests, first user text, its last block) of a conversation."""
+def root_of(conversation: Conversation) -> tuple[Root, list[str]]:
+    """(digests, what users say before the first answer: each text and its last block) of a conversation."""
     system = "".join(m.text for m in conversation.messages[:1] if m.role == "system")
-    user = next((m for m in conversation.messages if m.role == "user"), None)
-    text = user.text if user else ""
-    last = (user.last_text or text) if user else ""
-    return Root(_hex(system), _hex(text), len(text)), text, last
+    before = list(takewhile(lambda m: m.role != "assistant", conversation.messages))
+    users = [m for m in before if m.role == "user"][:LOOKED_AT]
+    text = users[0].text if users else ""
+    return Root(_hex(system), _hex(text), len(text)), [t for m in users for t in (m.text, m.last_text) if t]
 
 
 def _hex(text: str) -> str:
@@ -96,7 +98,7 @@ class Labels:
 
     def root(self, conversation: Conversation, hints: Hints = NO_HINTS) -> tuple[Agent, Root, list[Relabel]]:
         """The agent of a history that continues none of ours."""
-        root, text, last = root_of(conversation)
+        root, texts = root_of(conversation)
         if hints.purpose == "side":
             return self._join(Agent(id="side", role="side"), root), root, []
         if not any(k.agent.role == "main" for k in self._known.values()) and hints.role != "sub-agent":
@@ -104,7 +106,7 @@ class Labels:
         for known in self._known.values():
             if root in known.roots and known.agent.role != "side" and not self._other(known, hints):
                 return known.agent, root, []
-        agent = self._named(hints.agent) or self._started((text, last), hints)
+        agent = self._named(hints.agent) or self._started(texts, hints)
         if agent is not None:
             found = self._compacted(root, conversation)
             return self._join(agent, root, hints), root, [found[1]] if found and found[1] else []
@@ -144,7 +146,7 @@ class Labels:
         """Whether headers say that this is not the agent, however alike their prompts are."""
         return hints.role == "sub-agent" and bool(hints.agent) and known.named not in ("", hints.agent)
 
-    def _started(self, texts: tuple[str, ...], hints: Hints) -> Agent | None:
+    def _started(self, texts: list[str], hints: Hints) -> Agent | None:
         """The sub-agent of the tool call that gave one of these texts as an argument."""
         for table in (self._arguments, self._late) if hints.role == "sub-agent" else (self._arguments,):
             for text in texts:

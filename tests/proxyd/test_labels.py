@@ -28,6 +28,15 @@ def test_a_root_that_quotes_an_open_tool_call_is_its_sub_agent(chat: ChatModel) 
     assert more.agent == plan.agent and label_of(more.agent, "turn") == "sub-agent"
 
 
+def test_a_sub_agent_may_hear_of_its_surroundings_before_its_order(chat: ChatModel) -> None:
+    run = Execution(chat)
+    node, _ = run.turn([SYSTEM, TASK], call_text("task", {"prompt": "Write f2.py from f2.md"}))
+    _, plan = run.ask([SUB, Message("user", "cwd: /workspace"), Message("user", "Write f2.py from f2.md")])
+    assert (plan.agent.role, plan.agent.parent) == ("sub-agent", node.spoken.calls[0].id)
+    _, later = run.ask([SUB, Message("user", "hello"), Message("assistant", "yes?"), Message("user", "Write f2.py")])
+    assert later.agent.role == "unlabelled"
+
+
 def test_a_tool_call_that_was_answered_starts_no_sub_agent(chat: ChatModel) -> None:
     run = Execution(chat)
     node, _ = run.turn([SYSTEM, TASK], call_text("task", {"prompt": "Write f2.py"}))
