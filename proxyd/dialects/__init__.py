@@ -48,6 +48,32 @@ class Written:
     body: bytes
 
 
+@dataclass(slots=True)
+class Told:
+    """How many characters of an answer's reasoning and text have gone into events."""
+
+    reasoning: int = 0
+    text: int = 0
+
+    def add(self, reasoning: str, text: str) -> None:
+        self.reasoning += len(reasoning)
+        self.text += len(text)
+
+    def rest(self, reply: Reply) -> tuple[str, str]:
+        """What of the whole answer is still to be told."""
+        return reply.reasoning[self.reasoning :], reply.text[self.text :]
+
+
+class Events(Protocol):
+    """One answer as a stream of events, told in as many steps as there are; reasoning always comes before text."""
+
+    def more(self, reasoning: str, text: str) -> bytes:
+        """The next events for this much more of an answer."""
+
+    def end(self, reply: Reply) -> bytes:
+        """All that is still to be told of the finished answer, to the final event."""
+
+
 class Dialect(Protocol):
     """One wire form. `field` names the list that holds the history."""
 
@@ -56,5 +82,8 @@ class Dialect(Protocol):
     def read(self, body: bytes) -> Request: ...
 
     def write(self, reply: Reply, request: Request) -> Written: ...
+
+    def stream(self, reply: Reply, request: Request) -> Events:
+        """Events of an answer of which id, model and prompt length are known."""
 
     def fail(self, failure: Failure, *, stream: bool = False) -> Written: ...

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from proxyd.conversation import Conversation, Message, Reply, Request, ToolCall
-from proxyd.dialects import BadRequest, Failure, Written, load_json
+from proxyd.dialects import BadRequest, Events, Failure, Told, Written, load_json
 
 JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
 STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -56,10 +56,13 @@ class AnthropicMessages:
 
     def write(self, reply: Reply, request: Request) -> Written:
         if request.stream:
-            return Written(200, SSE, _events(reply, shown=request.shows_reasoning))
+            return Written(200, SSE, self.stream(reply, request).end(reply))
         content = _content(reply, shown=request.shows_reasoning)
         body = {**_head(reply), "content": content, "stop_reason": STOP[reply.finish], "usage": _usage(reply)}
         return Written(200, JSON, orjson.dumps(body))
+
+    def stream(self, reply: Reply, request: Request) -> Events:
+        return _Blocks(reply, shown=request.shows_reasoning)
 
     def fail(self, failure: Failure, *, stream: bool = False) -> Written:
         status, kind, message = _wording(failure)
@@ -203,38 +206,78 @@ def _content(reply: Reply, *, shown: bool) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     if reply.reasoning:
         out.append({"type": "thinking", "thinking": reply.reasoning if shown else "", "signature": reply.mark})
-    if reply.text.strip() or (reply.text and not reply.calls):
+    if _has_text(reply):
         out.append({"type": "text", "text": reply.text})
     for call in reply.calls:
         out.append({"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.loads(call.arguments)})
     return out
 
 
-def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the block as it opens, what then fills it)."""
-    if block["type"] == "text":
-        return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    if block["type"] == "thinking":
-        deltas: list[dict[str, Any]] = [{"type": "signature_delta", "signature": block["signature"]}]
-        if block["thinking"]:
-            deltas.insert(0, {"type": "thinking_delta", "thinking": block["thinking"]})
-        return {"type": "thinking", "thinking": "", "signature": ""}, deltas
-    whole = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
-    return {**block, "input": {}}, [whole]
+def _has_text(reply: Reply) -> bool:
+    return bool(reply.text.strip() or (reply.text and not reply.calls))
 
 
-def _events(reply: Reply, *, shown: bool) -> bytes:
-    start = {**_head(reply), "usage": {**_usage(reply), "output_tokens": 1}}
-    events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
-    for place, block in enumerate(_content(reply, shown=shown)):
-        opening, deltas = _deltas(block)
-        events.append({"type": "content_block_start", "index": place, "content_block": opening})
-        events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
-        events.append({"type": "content_block_stop", "index": place})
-    ending = {"stop_reason": STOP[reply.finish], "stop_sequence": None}
-    events.append({"type": "message_delta", "delta": ending, "usage": _usage(reply)})
-    events.append({"type": "message_stop"})
-    return b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), orjson.dumps(e)) for e in events)
+class _Blocks:
+    """`message_start`, block after block, `message_stop`."""
+
+    def __init__(self, reply: Reply, *, shown: bool) -> None:
+        self._shown, self._mark = shown, reply.mark
+        self._start = {**_head(reply), "usage": {**_usage(reply), "output_tokens": 1}}
+        self._told = Told()
+        self._begun = False
+        self._kind = ""  # of the block that is open
+        self._place = -1
+
+    def more(self, reasoning: str, text: str) -> bytes:
+        out = [] if self._begun else [_event({"type": "message_start", "message": self._start})]
+        self._begun = True
+        if reasoning:
+            out.append(self._within({"type": "thinking", "thinking": "", "signature": ""}))
+            if self._shown:
+                out.append(self._delta({"type": "thinking_delta", "thinking": reasoning}))
+        if text:
+            out.append(self._within({"type": "text", "text": ""}))
+            out.append(self._delta({"type": "text_delta", "text": text}))
+        self._told.add(reasoning, text)
+        return b"".join(out)
+
+    def end(self, reply: Reply) -> bytes:
+        reasoning, text = self._told.rest(reply)
+        out = [self.more(reasoning, text if _has_text(reply) else "")]
+        for call in reply.calls:
+            out.append(self._close())
+            out.append(self._within({"type": "tool_use", "id": call.id, "name": call.name, "input": {}}))
+            whole = orjson.dumps(orjson.loads(call.arguments)).decode()
+            out.append(self._delta({"type": "input_json_delta", "partial_json": whole}))
+        out.append(self._close())
+        ending = {"stop_reason": STOP[reply.finish], "stop_sequence": None}
+        out.append(_event({"type": "message_delta", "delta": ending, "usage": _usage(reply)}))
+        out.append(_event({"type": "message_stop"}))
+        return b"".join(out)
+
+    def _within(self, opening: dict[str, Any]) -> bytes:
+        """Be in a block of this kind."""
+        if opening["type"] == self._kind:
+            return b""
+        closed = self._close()
+        self._kind = opening["type"]
+        self._place += 1
+        return closed + _event({"type": "content_block_start", "index": self._place, "content_block": opening})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._place, "delta": delta})
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        signed = self._kind == "thinking"
+        self._kind = ""
+        signature = self._delta({"type": "signature_delta", "signature": self._mark}) if signed else b""
+        return signature + _event({"type": "content_block_stop", "index": self._place})
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
 
 
 def _wording(failure: Failure) -> tuple[int, str, str]:

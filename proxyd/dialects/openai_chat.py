@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from proxyd.conversation import Conversation, Message, Reply, Request, ToolCall
-from proxyd.dialects import BadRequest, Failure, Written, load_json
+from proxyd.dialects import BadRequest, Events, Failure, Told, Written, load_json
 
 JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
 ROLES = {"developer": "system", "function": "tool"}
@@ -45,7 +45,7 @@ class OpenAIChat:
 
     def write(self, reply: Reply, request: Request) -> Written:
         if request.stream:
-            return Written(200, SSE, _events(reply, request.include_usage))
+            return Written(200, SSE, self.stream(reply, request).end(reply))
         message: dict[str, Any] = {"role": "assistant", "content": reply.text or None, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -56,6 +56,9 @@ class OpenAIChat:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish}
         body = {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
         return Written(200, JSON, orjson.dumps(body))
+
+    def stream(self, reply: Reply, request: Request) -> Events:
+        return _Chunks(reply, request.include_usage)
 
     def fail(self, failure: Failure, *, stream: bool = False) -> Written:
         status, kind, code, message = _wording(failure)
@@ -170,22 +173,41 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _events(reply: Reply, include_usage: bool) -> bytes:
-    head = _head(reply, "chat.completion.chunk")
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if reply.reasoning:
-        deltas.append({"reasoning_content": reply.reasoning})
-    if reply.text:
-        deltas.append({"content": reply.text})
-    deltas += [{"tool_calls": [{"index": place, **_call(call)}]} for place, call in enumerate(reply.calls)]
-    choices: list[list[dict[str, Any]]] = [[{"index": 0, "delta": d, "finish_reason": None}] for d in deltas]
-    choices.append([{"index": 0, "delta": {}, "finish_reason": reply.finish}])
-    chunks: list[dict[str, Any]] = [{**head, "choices": c} for c in choices]
-    if include_usage:
-        for chunk in chunks:
-            chunk["usage"] = None
-        chunks.append({**head, "choices": [], "usage": _usage(reply)})
-    return b"".join(b"data: " + orjson.dumps(c) + b"\n\n" for c in chunks) + b"data: [DONE]\n\n"
+class _Chunks:
+    """`chat.completion.chunk` after chunk."""
+
+    def __init__(self, reply: Reply, include_usage: bool) -> None:
+        self._head = _head(reply, "chat.completion.chunk")
+        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._told = Told()
+        self._begun = False
+
+    def more(self, reasoning: str, text: str) -> bytes:
+        deltas: list[dict[str, Any]] = [] if self._begun else [{"role": "assistant", "content": ""}]
+        self._begun = True
+        if reasoning:
+            deltas.append({"reasoning_content": reasoning})
+        if text:
+            deltas.append({"content": text})
+        self._told.add(reasoning, text)
+        return b"".join(map(self._delta, deltas))
+
+    def end(self, reply: Reply) -> bytes:
+        out = [self.more(*self._told.rest(reply))]
+        calls = enumerate(reply.calls)
+        out += [self._delta({"tool_calls": [{"index": place, **_call(call)}]}) for place, call in calls]
+        out.append(self._delta({}, reply.finish))
+        if self._usage:
+            out.append(_data({**self._head, "choices": [], "usage": _usage(reply)}))
+        return b"".join(out) + b"data: [DONE]\n\n"
+
+    def _delta(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        choices = [{"index": 0, "delta": delta, "finish_reason": finish}]
+        return _data({**self._head, "choices": choices, **self._usage})
+
+
+def _data(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 def _wording(failure: Failure) -> tuple[int, str, str | None, str]:

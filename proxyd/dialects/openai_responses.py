@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from proxyd.conversation import Conversation, Message, Reply, Request, ToolCall, mark_of
-from proxyd.dialects import BadRequest, Failure, Written, load_json
+from proxyd.dialects import BadRequest, Events, Failure, Told, Written, load_json
 from proxyd.dialects import openai_chat as chat
 
 JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
@@ -58,8 +58,11 @@ class OpenAIResponses:
 
     def write(self, reply: Reply, request: Request) -> Written:
         if request.stream:
-            return Written(200, SSE, _sse(_events(reply, request)))
+            return Written(200, SSE, self.stream(reply, request).end(reply))
         return Written(200, JSON, orjson.dumps(_response(reply, request)))
+
+    def stream(self, reply: Reply, request: Request) -> Events:
+        return _Items(reply, request)
 
     def fail(self, failure: Failure, *, stream: bool = False) -> Written:
         """As Chat Completions words it, but for the one sentence and code that clients compact on.
@@ -69,7 +72,7 @@ class OpenAIResponses:
         if failure.kind == "overflow" and stream:
             error: dict[str, Any] = {"code": "context_length_exceeded", "message": OVERFLOW}
             response = {"id": "resp_overflow", "object": "response", "status": "failed", "error": error, "output": []}
-            return Written(200, SSE, _sse([{"type": "response.failed", "response": response}]))
+            return Written(200, SSE, _event({"type": "response.failed", "response": response}, 0))
         if failure.kind == "overflow":
             error = {
                 "message": OVERFLOW,
@@ -206,19 +209,29 @@ def _part(part: Any) -> str:
 def _items(reply: Reply) -> list[dict[str, Any]]:
     mark, out = reply.mark, []
     if reply.reasoning:
-        summary = [{"type": "summary_text", "text": reply.reasoning}]
-        out.append({"type": "reasoning", "id": f"rs_{mark}", "summary": summary, "encrypted_content": mark})
-    if reply.text.strip() or not (reply.calls or reply.reasoning):
-        content = [{"type": "output_text", "text": reply.text, "annotations": []}]
-        out.append(
-            {"type": "message", "id": f"msg_{mark}", "status": "completed", "role": "assistant", "content": content}
-        )
+        out.append(_thought(mark, reply.reasoning))
+    if _has_message(reply):
+        out.append(_message(mark, reply.text))
     for place, call in enumerate(reply.calls):
         namespace, _, name = call.name.rpartition(".")
         item = {"type": "function_call", "id": f"fc_{place}_{mark}", "call_id": call.id, "name": name}
         item |= {"namespace": namespace} if namespace else {}
         out.append({**item, "arguments": call.arguments, "status": "completed"})
     return out
+
+
+def _has_message(reply: Reply) -> bool:
+    return bool(reply.text.strip() or not (reply.calls or reply.reasoning))
+
+
+def _thought(mark: str, text: str) -> dict[str, Any]:
+    summary = [{"type": "summary_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{mark}", "summary": summary, "encrypted_content": mark}
+
+
+def _message(mark: str, text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "id": f"msg_{mark}", "status": "completed", "role": "assistant", "content": content}
 
 
 def _response(reply: Reply, request: Request) -> dict[str, Any]:
@@ -243,16 +256,104 @@ def _response(reply: Reply, request: Request) -> dict[str, Any]:
     }
 
 
-def _events(reply: Reply, request: Request) -> Iterator[dict[str, Any]]:
-    whole = _response(reply, request)
-    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    yield {"type": "response.created", "response": begun}
-    for place, item in enumerate(whole["output"]):
-        yield {"type": "response.output_item.added", "output_index": place, "item": _emptied(item)}
-        yield from _filling(item, place)
-        yield {"type": "response.output_item.done", "output_index": place, "item": item}
-    ending = "response.incomplete" if whole["incomplete_details"] else "response.completed"
-    yield {"type": ending, "response": whole}
+class _Items:
+    """`response.created`, item after item, `response.completed`; every event is numbered."""
+
+    def __init__(self, reply: Reply, request: Request) -> None:
+        self._reply, self._request = reply, request
+        self._told = Told()
+        self._texts = {"reasoning": "", "message": ""}
+        self._kind = ""  # of the item that is open
+        self._place = -1
+        self._count = 0
+
+    def more(self, reasoning: str, text: str) -> bytes:
+        out = [] if self._count else [self._created()]
+        if reasoning:
+            out.append(self._fill("reasoning", reasoning))
+        if text:
+            out.append(self._fill("message", text))
+        self._told.add(reasoning, text)
+        return b"".join(out)
+
+    def end(self, reply: Reply) -> bytes:
+        reasoning, text = self._told.rest(reply)
+        out = [self.more(reasoning, text if _has_message(reply) else "")]
+        if _has_message(reply) and not reply.text:
+            out.append(self._fill("message", ""))
+        out.append(self._close())
+        whole = _response(reply, self._request)
+        out += [self._call(item) for item in whole["output"] if item["type"] == "function_call"]
+        ending = "response.incomplete" if whole["incomplete_details"] else "response.completed"
+        out.append(self._event({"type": ending, "response": whole}))
+        return b"".join(out)
+
+    def _created(self) -> bytes:
+        begun = {**_response(self._reply, self._request), "status": "in_progress", "incomplete_details": None}
+        return self._event({"type": "response.created", "response": {**begun, "output": [], "usage": None}})
+
+    def _item(self) -> dict[str, Any]:
+        make = _thought if self._kind == "reasoning" else _message
+        return make(self._reply.mark, self._texts[self._kind])
+
+    def _fill(self, kind: str, text: str) -> bytes:
+        """Be in an item of this kind and add to it."""
+        out = []
+        if kind != self._kind:
+            out = [self._close(), self._open(kind)]
+        self._texts[kind] += text
+        at = self._at(self._item())
+        if kind == "reasoning":
+            out.append(self._event({"type": "response.reasoning_summary_text.delta", **at, "delta": text}))
+        else:
+            out.append(self._event({"type": "response.output_text.delta", **at, "delta": text}))
+        return b"".join(out)
+
+    def _at(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Where an event belongs."""
+        inner = {"reasoning": {"summary_index": 0}, "message": {"content_index": 0}}.get(item["type"], {})
+        return {"item_id": item["id"], "output_index": self._place, **inner}
+
+    def _open(self, kind: str) -> bytes:
+        self._kind = kind
+        self._place += 1
+        item = self._item()
+        added = self._event({"type": "response.output_item.added", "output_index": self._place, "item": _emptied(item)})
+        if kind == "reasoning":
+            part = {"type": "response.reasoning_summary_part.added", **self._at(item), "part": item["summary"][0]}
+        else:
+            part = {"type": "response.content_part.added", **self._at(item), "part": item["content"][0]}
+        return added + self._event(part)
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        item, text = self._item(), self._texts[self._kind]
+        at, done = self._at(item), []
+        if self._kind == "reasoning":
+            done.append({"type": "response.reasoning_summary_text.done", **at, "text": text})
+            done.append({"type": "response.reasoning_summary_part.done", **at, "part": item["summary"][0]})
+        else:
+            done.append({"type": "response.output_text.done", **at, "text": text})
+            done.append({"type": "response.content_part.done", **at, "part": item["content"][0]})
+        done.append({"type": "response.output_item.done", "output_index": self._place, "item": item})
+        self._kind = ""
+        return b"".join(map(self._event, done))
+
+    def _call(self, item: dict[str, Any]) -> bytes:
+        self._place += 1
+        at = self._at(item)
+        events = [
+            {"type": "response.output_item.added", "output_index": self._place, "item": _emptied(item)},
+            {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]},
+            {"type": "response.function_call_arguments.done", **at, "arguments": item["arguments"]},
+            {"type": "response.output_item.done", "output_index": self._place, "item": item},
+        ]
+        return b"".join(map(self._event, events))
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        self._count += 1
+        return _event(event, self._count - 1)
 
 
 def _emptied(item: dict[str, Any]) -> dict[str, Any]:
@@ -264,27 +365,6 @@ def _emptied(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "status": "in_progress", "arguments": ""}
 
 
-def _filling(item: dict[str, Any], place: int) -> Iterator[dict[str, Any]]:
-    at = {"item_id": item["id"], "output_index": place}
-    if item["type"] == "message":
-        part = item["content"][0]
-        yield {"type": "response.content_part.added", **at, "content_index": 0, "part": {**part, "text": ""}}
-        yield {"type": "response.output_text.delta", **at, "content_index": 0, "delta": part["text"]}
-        yield {"type": "response.output_text.done", **at, "content_index": 0, "text": part["text"]}
-        yield {"type": "response.content_part.done", **at, "content_index": 0, "part": part}
-    elif item["type"] == "function_call":
-        yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-        yield {"type": "response.function_call_arguments.done", **at, "arguments": item["arguments"]}
-    else:
-        text = item["summary"][0]["text"]
-        empty = {"type": "summary_text", "text": ""}
-        yield {"type": "response.reasoning_summary_part.added", **at, "summary_index": 0, "part": empty}
-        yield {"type": "response.reasoning_summary_text.delta", **at, "summary_index": 0, "delta": text}
-        yield {"type": "response.reasoning_summary_text.done", **at, "summary_index": 0, "text": text}
-
-
-def _sse(events: Any) -> bytes:
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (e["type"].encode(), orjson.dumps({**e, "sequence_number": n}))
-        for n, e in enumerate(events)
-    )
+def _event(event: dict[str, Any], number: int) -> bytes:
+    data = orjson.dumps({**event, "sequence_number": number})
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
