@@ -162,6 +162,7 @@ class Forest:
         )
         if walk.base is None:
             plan.agent, plan.root, plan.relabels = self.labels.root(conversation, hints)
+            plan.asked = not conversation.tools
         else:
             plan.agent = self.labels.continued(walk.base.agent, results, hints)
             if plan.purpose == "turn" and plan.asked and worded_as_summary(hints.tool, new[-1].last_text):

@@ -6,7 +6,7 @@
   sub-agent.
 - A root of an agent's system prompt that quotes a text-only answer to one appended user message continues that agent
   after a compaction; the quoted call was its summary. Where that is known only now, the earlier call is relabelled by
-  a note.
+  a note. Some harnesses ask for summaries in a history of their own, without tools: those, too, are known when quoted.
 - A call that continues a history has the agent of that history, unless it bears the id of another one (a fork).
 - A hint names side calls, tells agents apart that structure can't (same prompt, launched in the background), and
   names a summary before its answer is quoted.
@@ -27,6 +27,7 @@ from gyre_base.runfile import Agent
 from proxyd.conversation import NO_HINTS, Conversation, Hints, Spoken, digest, text_bytes
 
 ASKED_KEPT = 8  # text-only answers per agent that may yet turn out to be summaries
+SUMMARY_TAGS = ("summary", "state_snapshot")  # around what is kept of an answer that also thinks aloud
 LOOKED_AT = 4  # messages at the beginning of a root in which a summary is looked for
 
 
@@ -94,6 +95,7 @@ class Labels:
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
         self._arguments: dict[str, list[str]] = {}  # digest of a text argument -> open tool calls that gave it
+        self._strays: deque[_Asked] = deque(maxlen=ASKED_KEPT)  # answers of roots without tools: summaries if quoted
         self._late: dict[str, list[str]] = {}  # ... and those already answered: a background agent may come later
 
     def root(self, conversation: Conversation, hints: Hints = NO_HINTS) -> tuple[Agent, Root, list[Relabel]]:
@@ -170,7 +172,7 @@ class Labels:
         for known in self._known.values():
             if known.agent.role not in ("main", "sub-agent") or root.system not in {r.system for r in known.roots}:
                 continue
-            for asked in reversed(known.asked):
+            for asked in (*reversed(known.asked), *reversed(self._strays)):
                 quoted = _quotes(users, asked.text) or (asked.text.strip() and asked.text.strip() in answers)
                 empty = not asked.known and not asked.text.strip() and self._extends(known, users)
                 if quoted or empty:
@@ -188,18 +190,25 @@ class Labels:
     def answered(
         self, call: str, agent: Agent, spoken: Spoken, *, asked: bool, root: Root | None, purpose: str = "turn"
     ) -> None:
-        """`asked`: the request was a recorded history (and tool results) plus exactly one user message."""
+        """`asked`: the request was a recorded history (and tool results) plus exactly one user message, or a root
+        without tools.
+        """
         known = self._known.setdefault(agent.id, _Known(agent, []))
         if root is not None and root not in known.roots:
             known.roots.append(root)
         if (asked or purpose == "summary") and not spoken.calls:
-            known.asked.append(_Asked(call, spoken.text, known=purpose == "summary"))
+            kept = self._strays if agent.role == "unlabelled" else known.asked
+            kept.append(_Asked(call, spoken.text, known=purpose == "summary"))
         for made in spoken.calls:
             for value in _texts(made.arguments):
                 self._arguments.setdefault(_hex(value.strip()), []).append(made.id)
 
     def named(self, agent: Agent, name: str) -> None:
-        """From the log of an earlier life: the id under which headers spoke of an agent."""
+        """From the log of an earlier life: the id under which headers spoke of an agent. Side calls have none of their
+        own: they go under the id of the agent beside which they are made.
+        """
+        if agent.role == "side":
+            return
         known = self._known.setdefault(agent.id, _Known(agent, []))
         known.named = known.named or name
 
@@ -219,14 +228,14 @@ class Labels:
     def relabelled(self, call: str) -> None:
         """A note of an earlier life: this call is known to be a summary."""
         for known in self._known.values():
-            for asked in known.asked:
+            for asked in (*known.asked, *self._strays):
                 asked.known = asked.known or asked.call == call
 
 
 def _quotes(text: str, answer: str) -> bool:
-    """Whether a first user text holds an answer, or the `<summary>` part of it."""
-    inner = answer.partition("<summary>")[2].partition("</summary>")[0].strip()
-    wanted = inner or answer.strip()
+    """Whether a first user text holds an answer, or the part of it that is the summary."""
+    parts = (answer.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0].strip() for tag in SUMMARY_TAGS)
+    wanted = next((part for part in parts if part), answer.strip())
     return bool(wanted) and wanted in text
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gyre_base.runfile import Agent
 from proxyd.chat import ChatModel
-from proxyd.conversation import Message
+from proxyd.conversation import Conversation, Hints, Message
 from proxyd.labels import Relabel, label_of
 from tests.proxyd.test_capture import SYSTEM, TASK, Execution, call_text, echo
 
@@ -78,3 +79,23 @@ def test_what_structure_does_not_tell_is_unlabelled(chat: ChatModel) -> None:
     run.turn([SYSTEM, TASK], "ok")
     _, plan = run.ask([Message("system", "Make a title."), Message("user", "whatever")])
     assert label_of(plan.agent, "turn") == "unlabelled"
+
+
+def test_a_summary_asked_for_without_tools_is_known_when_it_is_quoted(chat: ChatModel) -> None:
+    run = Execution(chat)
+    run.turn([SYSTEM, TASK], "I begin.")
+    said = "<analysis>hm</analysis><state_snapshot>f1 is read</state_snapshot>"
+    asked, plan = run.turn([Message("system", "You summarise."), Message("user", "...")], said)
+    assert label_of(plan.agent, "turn") == "unlabelled"
+    _, after = run.ask([SYSTEM, Message("user", "So far: f1 is read")])
+    assert after.relabels == [Relabel(asked.call, "summary", "main-summary")] and after.agent.id == "main"
+
+
+def test_a_side_call_does_not_take_the_name_of_the_agent_beside_it_in_a_later_life(chat: ChatModel) -> None:
+    run = Execution(chat)
+    run.turn([SYSTEM, TASK], "ok")
+    run.forest.labels.named(Agent(id="side", role="side"), "session-1")
+    run.forest.labels.named(Agent(), "session-1")
+    hints = Hints(agent="session-1", role="main")
+    plan = run.forest.plan("k9", Conversation([SYSTEM, Message("user", "What did we do?")], b""), hints)
+    assert plan.agent.role == "main"
