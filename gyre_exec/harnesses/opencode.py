@@ -33,6 +33,7 @@ class Opencode:
             "$schema": "https://opencode.ai/config.json",
             "model": f"gyre/{launch.model}",
             "small_model": f"gyre/{launch.model}-side",
+            "agent": {"compaction": {"model": f"gyre/{launch.model}"}},  # a summary is the model's own work
             "autoupdate": False,
             "share": "disabled",
             "permission": "allow",

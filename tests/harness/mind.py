@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 MAIN, SUB = "PLAN-MAIN", "PLAN-SUB-"
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+SUMMARY = "Done so far:"
 PROOF = re.compile(r"PROOF-\w+")
 
 
@@ -23,6 +24,11 @@ PROOF = re.compile(r"PROOF-\w+")
 class Turn:
     role: str
     text: str
+
+    @property
+    def heard(self) -> bool:
+        """Whether it may tell what is done: a summary does, the model's other words don't."""
+        return self.role != "assistant" or SUMMARY in self.text
 
     @property
     def result(self) -> bool:
@@ -35,8 +41,11 @@ class Step:
 
     name: str
     say: str | Callable[[str], str]
-    proof: str = ""  # empty: it is never done (the last step)
+    proof: str | Callable[[str], bool] = ""  # a text, or asked of the heard text; empty: never done (the last step)
     trouble: str = ""
+
+    def done(self, heard: str, proofs: Container[str]) -> bool:
+        return self.proof in proofs if isinstance(self.proof, str) else self.proof(heard)
 
 
 @dataclass
@@ -47,7 +56,7 @@ class Mind:
     subs: dict[str, Sequence[Step]] = field(default_factory=dict)
     side: Callable[[Sequence[Turn]], str | None] = lambda turns: None
     orders: Callable[[Sequence[Turn]], bool] = lambda turns: False
-    summary: str = "<analysis>All is well.</analysis>\n<summary>{proofs}</summary>"
+    summary: str = "<analysis>All is well.</analysis>\n<summary>" + SUMMARY + " {proofs}</summary>"
 
     def steps(self) -> list[Step]:
         return [*self.main, *(step for plan in self.subs.values() for step in plan)]
@@ -55,7 +64,7 @@ class Mind:
     def answer(self, prompt: str) -> tuple[str, Step]:
         """What comes after this prompt (which ends where an answer begins). Raises AssertionError at a strange one."""
         turns = [Turn(role, text) for role, text in TURN.findall(prompt)]
-        heard = "\n".join(t.text for t in turns if t.role != "assistant")
+        heard = "\n".join(t.text for t in turns if t.heard)
         if (words := self.side(turns)) is not None:
             return words, Step("side", words)
         proofs = dict.fromkeys(PROOF.findall(heard))
@@ -63,13 +72,17 @@ class Mind:
             words = self.summary.format(proofs=" ".join([self._who(turns), *proofs]))
             return words, Step("summary", words)
         plan = self._plan(turns)
-        step = next(s for s in plan if not s.proof or s.proof not in proofs)
+        step = next(s for s in plan if not s.done(heard, proofs))
         return (step.say if isinstance(step.say, str) else step.say(heard)), step
 
     def _who(self, turns: Sequence[Turn]) -> str:
         """The mark of an agent: the first in what users said."""
         for turn in turns:
-            found = re.search(rf"{MAIN}|{SUB}\w+", turn.text) if turn.role == "user" and not turn.result else None
+            found = (
+                re.search(rf"{MAIN}|{SUB}\w+", turn.text)
+                if turn.heard and turn.role != "system" and not turn.result
+                else None
+            )
             if found:
                 return found[0]
         raise AssertionError(f"whose prompt is this? {[(t.role, t.text[-300:]) for t in turns]}")
