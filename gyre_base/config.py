@@ -30,14 +30,14 @@ class ClusterConfig:
     bind: str = "auto"  # where daemons listen; auto = the node's own address in a Slurm job, else 127.0.0.1
     executors: int = 1  # executor processes; each holds many executions
     peer_timeout_s: float = 20.0  # silence that counts as lost: lower finds faults sooner, higher rides out swaps
-    stall_s: float = 600.0  # work in hand and nothing done for so long: alarm with stacks; an engine or rank starts anew
+    stall_s: float = 600.0  # work in hand, nothing done for so long: alarm with stacks; engines and ranks start anew
     python: tuple[str, ...] = ()  # runs Python on the nodes of a job, as in a container; empty = this interpreter
     srun_options: tuple[str, ...] = ()  # more words for each step of a job, such as ["--container-image=gyre.sqsh"]
     executor_partition: str = ""  # Slurm partition of the executors' own jobs; empty = beside the supervisor
     executor_options: tuple[str, ...] = ()  # more options of these jobs, such as ["mem=16G", "time=60"] (in minutes)
     executors_max: int = 0  # the pool grows to so many with the dispatched work; 0 = always `executors`
     executor_idle_s: float = 120.0  # an executor beyond `executors` that held nothing for so long goes
-    transport: str = "auto"  # of weights and gradients: mooncake, socket; auto = mooncake where cells are on other nodes
+    transport: str = "auto"  # of weights and gradients: mooncake, socket; auto = mooncake between nodes
     transfer_protocol: str = "tcp"  # of mooncake: tcp or rdma
     dead_man_s: float = 60.0  # a node that hears nothing of the supervisor stops its work; lower than a lost node costs
     min_cells: int = 1  # with fewer cells left than this the job is requeued rather than going on
@@ -167,7 +167,7 @@ class TaskConfig:
     grace_s: float = 5.0  # between the warning signal (TERM) at a limit and the end of all its processes
     evaluation_limit_s: float = 20.0
     workspace: str = "plain"  # plain: a directory, for trusted toy models only; bwrap, apptainer, pyxis: walls
-    image: str = ""  # root file system of walled workspaces whose task names none; empty (bwrap): this machine's programs
+    image: str = ""  # file, directory or name for walled workspaces whose task names none; empty: this machine
     images: str = ""  # a directory with images by name (`/` and `:` as `_`) for tasks that name one
     visible: tuple[str, ...] = ()  # more files and directories of this machine that a walled workspace shows, read-only
     disk_mib: int = 4096  # of one execution (also its largest file); more ends it and what is there is scored
