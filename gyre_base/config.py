@@ -118,6 +118,7 @@ class RolloutConfig:
     temperature: float = 1.0
     max_new_tokens: int = 256
     durability: str = "fdatasync"  # fdatasync survives a node, write survives a process
+    delivery: str = "durable"  # durable: content goes out when the call is on disk; live: as it is sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,7 @@ CHOICES = {
     "engine.kind": ("tiny", "sglang", "emulate"),
     "engine.device": ("cuda", "cpu"),
     "rollout.durability": ("fdatasync", "write"),
+    "rollout.delivery": ("durable", "live"),
     "trainer.reading": ("behaviour", "proximal"),
     "trajectories.rule": ("greedy", "draw"),
     "trajectories.order": ORDERS,

@@ -1,4 +1,4 @@
-"""The harness's side of the relay: connections in, waiters that keep a stream open, answers out in one piece.
+"""The harness's side of the relay: connections in, waiters that keep a stream open, answers out, in one piece or live.
 
 A stream that has begun ends with its last chunk only if the whole answer went out; a failure ends it with an error
 event and a cut.
@@ -155,6 +155,17 @@ class Waiter:
             self._begun = True
             self.connection.write(EARLY_HEAD if self._streams else EARLY_JSON_HEAD)
         self.connection.write(PING if self._streams else BLANK)
+
+    def piece(self, events: bytes) -> None:
+        """The next events of a live answer."""
+        if self._streams is None:
+            self._streams = asks_for_stream(self._request)
+        if not self.alive or not self._streams or not events:
+            return
+        if not self._begun:
+            self._begun = True
+            self.connection.write(EARLY_HEAD)
+        self.connection.write(http1.chunk(events))
 
     def answer(self, answer: http1.Message) -> bool:
         """The whole answer. False if the harness is thereby shown an error of ours."""

@@ -6,7 +6,7 @@ folded headers, a body cut short) is an error and never half a message. Bounded 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 MAX_HEAD_BYTES = 64 << 10
@@ -65,6 +65,7 @@ class Reader:
         self._chunked_bytes = 0
         self.answers_head = False  # the response to come has no body
         self.wants_continue = False  # the client waits for `100 Continue` before it sends the body
+        self.on_chunk: Callable[[bytes], None] | None = None  # gets the chunks of a chunked body instead of the message
 
     @property
     def idle(self) -> bool:
@@ -175,12 +176,18 @@ class Reader:
                     return None
                 if buffer[end + 2 + size : end + 4 + size] != b"\r\n":
                     raise HttpError(400, "a chunk longer than it says")
-                self._chunks.append(bytes(buffer[end + 2 : end + 2 + size]))
+                self._take(bytes(buffer[end + 2 : end + 2 + size]))
                 self._chunked_bytes += size
                 self._bound(self._chunked_bytes)
                 at = end + 4 + size
         finally:
             del buffer[:at]
+
+    def _take(self, chunk: bytes) -> None:
+        if self.on_chunk is not None:
+            self.on_chunk(chunk)
+        else:
+            self._chunks.append(chunk)
 
     def _trailer(self, end: int, at: int) -> tuple[bool, int]:
         """After the last chunk: nothing, or trailer fields, which are dropped."""

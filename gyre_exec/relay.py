@@ -1,10 +1,11 @@
 """What a harness takes for its model: http://127.0.0.1:PORT/x/{execution}, for the execution's whole life.
 
 A request becomes a call with an id of its own. It is sent to proxyd, again after any break and under the same id,
-until a whole answer is there; only then does content go out. So proxyd may die and move, and the harness sees a slow
-answer. Counts what the waits cost and what errors were shown. Knows no dialect beyond how a stream stays open and how
-it says that it failed. For a sandbox without network an execution may have a listening socket which is its alone: a
-Unix socket, or one in the sandbox's own network.
+until a whole answer is there; only then does content go out, but for what proxyd gives out live: that is kept here
+with the tokens it was made of (live.py), and given back with the call when it is sent again. So proxyd may die and
+move, and the harness sees a slow answer. Counts what the waits cost and what errors were shown. Knows no dialect
+beyond how a stream stays open and how it says that it failed. For a sandbox without network an execution may have a
+listening socket which is its alone: a Unix socket, or one in the sandbox's own network.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import xxhash
 
 from gyre_exec import http1
 from gyre_exec.downstream import Downstream, Waiter, asks_for_stream
+from gyre_exec.live import SO_FAR, Live, without_wait
 from gyre_exec.upstream import Broken, Upstream
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ RESEND = frozenset({502, 503})  # proxyd is there but can't yet
 # how the stream and the plain form of one request differ; within a JSON text the quotes would be escaped
 FORM = re.compile(rb'"stream"\s*:\s*(?:true|false)\s*,?\s*|"stream_options"\s*:\s*\{[^{}]*\}\s*,?\s*')
 SENT_KEPT = 256  # answers per execution whose delivery may still turn out to have failed
-DROPPED = http1.HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-gyre-call"}
+DROPPED = http1.HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-gyre-call", SO_FAR}
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 2.0
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel takes
 
@@ -102,8 +104,9 @@ class Sent:
 class Call:
     """One request of the harness and its answer, with everyone who waits for it."""
 
-    def __init__(self, account: Account, key: bytes, request: http1.Message, number: str = "") -> None:
+    def __init__(self, account: Account, key: bytes, request: http1.Message, number: str, live: Live) -> None:
         self.id = number or uuid.uuid4().hex
+        self.live = live
         self.account = account
         self.key = key
         self.request = request
@@ -246,10 +249,12 @@ class Relay:
         for call in twins:
             if not says_retry and any(w.alive for w in call.waiters):
                 continue
-            if asks_for_stream(call.request) == asks_for_stream(request):
+            if _same_form(call.request, request):
                 self._join(call, waiter)
+            elif any(twin.id == call.id and _same_form(twin.request, request) for twin in twins):
+                continue  # somebody listens to it in this form
             else:
-                self._begin(call.account, waiter, request, call.key, call.id)
+                self._begin(call.account, waiter, request, call.key, call.id, call.live)
             return True
         return False
 
@@ -278,15 +283,25 @@ class Relay:
         call.waiters = [w for w in call.waiters if w.alive]
         call.waiters.append(waiter)
         waiter.on_gone = lambda: self._hung_up(call)
+        for events in call.live.pieces:
+            waiter.piece(events)
         if call.answer is not None:
             self._deliver(call)
 
-    def _begin(self, account: Account, waiter: Waiter, request: http1.Message, key: bytes, number: str) -> None:
-        """A call, new or known under `number`."""
+    def _begin(
+        self,
+        account: Account,
+        waiter: Waiter,
+        request: http1.Message,
+        key: bytes,
+        number: str,
+        live: Live | None = None,
+    ) -> None:
+        """A call, new or known under `number`; `live`: what was told of it."""
         if account.open_calls() >= self._limits.calls_per_execution:
             waiter.refuse(429, f"more than {self._limits.calls_per_execution} calls at once")
             return
-        call = Call(account, key, request, number)
+        call = Call(account, key, request, number, live or Live())
         call.began = self._now()
         account.open.setdefault(key, []).append(call)
         loop = asyncio.get_running_loop()
@@ -306,11 +321,10 @@ class Relay:
     async def _carry(self, call: Call) -> None:
         """Until proxyd has answered in full. Ends by the answer or by cancellation."""
         account = call.account
-        raw = _forwarded(call)
         delay = BACKOFF_FIRST_S
         while True:
             began = self._now()
-            answer, why = await self._attempt(raw, is_head=call.request.method == b"HEAD")
+            answer, why = await self._attempt(call)
             if answer is not None:
                 break
             if delay == BACKOFF_FIRST_S:
@@ -323,7 +337,8 @@ class Relay:
             finally:
                 account.break_ends(self._now())
             delay = min(delay * 2, BACKOFF_MAX_S)
-        account.waited_s += min(_waited(answer), self._now() - began)
+        answer, waited_s = without_wait(answer, _waited(answer))
+        account.waited_s += min(waited_s, self._now() - began)
         call.answer = answer
         if call.request.method == b"POST" and answer.status < 400:
             account.calls += 1
@@ -336,14 +351,25 @@ class Relay:
             call.answer = http1.Message((), b"the relay failed", True, status=500)
             self._deliver(call)
 
-    async def _attempt(self, raw: bytes, *, is_head: bool) -> tuple[http1.Message | None, str]:
+    async def _attempt(self, call: Call) -> tuple[http1.Message | None, str]:
+        end: list[bytes] = []
+
+        def chunk(data: bytes) -> None:
+            events = call.live.take(data)
+            if events is None:
+                end.append(data)
+                return
+            for waiter in call.waiters:
+                waiter.piece(events)
+
+        is_head = call.request.method == b"HEAD"
         try:
-            answer = await self._upstream.exchange(raw, is_head=is_head)
+            answer = await self._upstream.exchange(_forwarded(call), is_head=is_head, on_chunk=chunk)
         except Broken as error:
             return None, str(error)
         if answer.status in RESEND:
             return None, f"proxyd answered {answer.status}"
-        return answer, ""
+        return (dataclasses.replace(answer, body=b"".join(end)) if end else answer), ""
 
     def _deliver(self, call: Call) -> None:
         """To all who wait. With nobody there the answer stays for the retry."""
@@ -399,6 +425,10 @@ class Relay:
             call.account.open.pop(call.key, None)
 
 
+def _same_form(one: http1.Message, other: http1.Message) -> bool:
+    return asks_for_stream(one) == asks_for_stream(other)
+
+
 def _key(request: http1.Message) -> bytes:
     """Identical requests have one key, whether they ask for a stream or for one piece.
 
@@ -415,7 +445,10 @@ def _forwarded(call: Call) -> bytes:
     request = call.request
     headers = [(key, value) for key, value in request.headers if key not in DROPPED]
     headers += [(b"host", b"proxyd"), (b"x-gyre-call", call.id.encode())]
-    return http1.request(request.method, request.target, headers, request.body)
+    told = call.live.so_far()
+    if told:
+        headers.append((SO_FAR, b"%d" % len(told)))
+    return http1.request(request.method, request.target, headers, request.body + told)
 
 
 def _waited(answer: http1.Message) -> float:

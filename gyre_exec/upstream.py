@@ -1,6 +1,7 @@
 """Connections to proxyd: kept alive, one request each at a time, found anew through the run directory after any break.
 
-`exchange` gives the complete answer or raises Broken; it never gives part of one. Decides nothing about trying again.
+`exchange` gives the complete answer or raises Broken; parts of one go only to those who ask for the chunks of a live
+answer. Decides nothing about trying again.
 """
 
 from __future__ import annotations
@@ -103,13 +104,19 @@ class Upstream:
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
 
-    async def exchange(self, request: bytes, *, is_head: bool) -> http1.Message:
-        """Send, wait for the whole answer however long it takes. Raises Broken. Cancelled: the connection is cut."""
+    async def exchange(
+        self, request: bytes, *, is_head: bool, on_chunk: Callable[[bytes], None] | None = None
+    ) -> http1.Message:
+        """Send, wait for the whole answer however long it takes. Raises Broken. Cancelled: the connection is cut.
+
+        `on_chunk` gets the chunks of a chunked body as they come; the message then has none.
+        """
         connection = self._idle.pop() if self._idle else await self._connect()
         assert connection.transport is not None
         waiting: asyncio.Future[http1.Message] = asyncio.get_running_loop().create_future()
         connection.waiting = waiting
         connection.reader.answers_head = is_head
+        connection.reader.on_chunk = on_chunk
         connection.used += 1
         self._busy.add(connection)
         connection.transport.write(request)

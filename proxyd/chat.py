@@ -76,7 +76,7 @@ class ChatModel:
         self.tokenizer = tokenizer
         self.family = family
         self._template = compile_template(template)
-        self.decode = detokeniser(tokenizer)
+        self.decode, self.decodes_in_parts = detokeniser(tokenizer)
         self._units = _Cache()
         self._base = self._text([_X])
         self._x_unit = _after(self._base, self._text([_X, _X]), "a second user message")
@@ -91,7 +91,7 @@ class ChatModel:
         )
         self.header = Piece.of(self.encode(header))
         start, end = family.think or ("", "")
-        self._thinks = bool(start) and self.decode(self.opening.ids).rstrip().endswith(start)
+        self.thinks = bool(start) and self.decode(self.opening.ids).rstrip().endswith(start)
         self._thought_end = tokenizer.token_to_id(end) if end else None
         eos_ids = {tokenizer.token_to_id(e) if isinstance(e, str) else e for e in eos}
         self.stop_ids = frozenset({self.end_id, *(i for i in eos_ids if i is not None)})
@@ -145,7 +145,7 @@ class ChatModel:
         """What an answer says, under ids issued from its call's. `tools`: JSON, for formats that need their schemas."""
         text, reasoning = self.completion_text(ids), ""
         if self.family.think is not None:
-            reasoning, text = split_reasoning(text, self.family.think, opened=self._thinks)
+            reasoning, text = split_reasoning(text, self.family.think, opened=self.thinks)
         parsed = self.family.calls(text, call, tools)
         if not reasoning:
             return parsed

@@ -108,6 +108,7 @@ class Router:
         if event.call in self.calls:
             raise Unexpected(f"call {event.call} arrived twice; its story: {self.calls[event.call].story}")
         call = Call(event.call, event.execution, event.prompt_tokens, event.budget, now, held_since=now)
+        call.sampled = event.sampled
         if event.execution in self.closed:
             self._out.append(Refuse(call=call.id, kind="forbidden", why=f"execution {event.execution} is closed"))
             return

@@ -204,6 +204,10 @@ def load_chat(config: Config) -> tuple[ChatModel, dict[str, Any]]:
         digest = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
     except (OSError, TemplateRefused) as error:
         raise ConfigError(f"model.tokenizer: {error}") from None
+    if config.rollout.delivery == "live" and not chat.decodes_in_parts:
+        raise ConfigError(
+            "rollout.delivery = live needs a byte-level vocabulary, and this tokenizer has none: set it to durable"
+        )
     vocab = max(chat.tokenizer.get_vocab_size(), embedding_rows(config))
     return chat, {"name": folder.name, "digest": digest, "vocab": vocab}
 
@@ -259,7 +263,8 @@ async def _until_stopped(
     calls: calllog.CallLog,
     engines: EngineClient,
 ) -> None:
-    front = Front(shell.service, keys, config.model.served_name, shell.numbers)
+    live = config.rollout.delivery == "live"
+    front = Front(shell.service, keys, config.model.served_name, shell.numbers, live=live)
     web = HttpServer(front.handle, wording)
     try:
         host, port = await web.start(own_address(config.cluster.bind))

@@ -12,17 +12,20 @@ from typing import Any
 from tokenizers import Tokenizer
 
 
-def detokeniser(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """The function from ids to text, special tokens included; broken bytes become U+FFFD."""
+def detokeniser(tokenizer: Tokenizer) -> tuple[Callable[[Sequence[int]], str], bool]:
+    """The function from ids to text, special tokens included; broken bytes become U+FFFD.
+
+    And whether the texts of two lists that meet between two characters are together the text of both.
+    """
     described = json.loads(tokenizer.to_str())
     if not _is_byte_level(described.get("decoder") or {}):
-        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), False
     table = _byte_table(tokenizer, {int(t["id"]) for t in described.get("added_tokens", [])})
 
     def decode(ids: Sequence[int]) -> str:
         return b"".join([table.get(i, b"") for i in ids]).decode("utf-8", "replace")
 
-    return decode
+    return decode, True
 
 
 def _is_byte_level(decoder: dict[str, Any]) -> bool:

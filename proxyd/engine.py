@@ -77,9 +77,6 @@ class EngineClient:
     def close(self) -> None:
         self._http.close()
 
-    def _heard(self) -> None:
-        self.chunks += 1
-
     def body(self, submit: Submit, ids_json: bytes, asked: int) -> bytes:
         """The request, built around the prompt's stored JSON text."""
         return b"".join(
@@ -102,12 +99,18 @@ class EngineClient:
             )
         )
 
-    async def stream(self, url: str, body: list[bytes], sampled: Sampled) -> Ended:
-        """Fill `sampled` until the engine ends or fails. Never raises but on cancellation.
+    async def stream(self, url: str, body: list[bytes], sampled: Sampled, heard: Callable[[], None]) -> Ended:
+        """Fill `sampled` until the engine ends or fails; `heard` is called for every chunk. Never raises but on
+        cancellation.
 
         `body` is emptied once the engine has begun to answer: long prompts are megabytes, and answers take minutes.
         """
-        events = _Events(sampled, self._heard)
+
+        def count() -> None:
+            self.chunks += 1
+            heard()
+
+        events = _Events(sampled, count)
         try:
             status = await self._http.ask("POST", url, "/generate", body, events, SILENCE_S)
             _check(status, events.said)

@@ -11,12 +11,15 @@ from gyre_base.messages import message
 
 @message("proxyd.call")
 class CallArrived:
-    """shell -> core: a request with a known prompt length. `budget` is how many tokens it may sample in all."""
+    """shell -> core: a request with a known prompt length. `budget` is how many tokens it may sample in all, `sampled`
+    how many of them an earlier life has.
+    """
 
     call: str
     execution: str
     prompt_tokens: int
     budget: int
+    sampled: int = 0
 
 
 @message("proxyd.ended")

@@ -1,16 +1,17 @@
 """The HTTP side: authentication, call ids, and each dialect at its path. Decides nothing about calls.
 
-`{http}/x/{execution}/v1/...` with the execution's bearer token. Every answer goes out whole, after its record is
-durable.
+`{http}/x/{execution}/v1/...` with the execution's bearer token. An answer goes out whole, after its record is durable;
+in live delivery a stream goes out as it is sampled, and only its end after that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from urllib.parse import unquote
 
@@ -18,20 +19,24 @@ import orjson
 
 from gyre_base.ids import is_safe_name
 from gyre_base.keys import Keys
+from proxyd.capture import Node
 from proxyd.conversation import Conversation
+from proxyd.conversation import Request as Wanted
 from proxyd.dialects import BadRequest, Dialect, Failure, Written
 from proxyd.dialects.anthropic import AnthropicMessages
-from proxyd.dialects.openai_chat import OpenAIChat, models
+from proxyd.dialects.openai_chat import SSE, OpenAIChat, models
 from proxyd.dialects.openai_responses import OpenAIResponses
 from proxyd.hints import hints_of
+from proxyd.live import Seal, Telling, nothing_yet
 from proxyd.metrics import CONTENT_TYPE
 from proxyd.server import Request, Response
-from proxyd.service import Service
+from proxyd.service import Open, Service
 
 log = logging.getLogger(__name__)
 TEXT = "text/plain; charset=utf-8"
 CALL, WAITED = "X-Gyre-Call", "X-Gyre-Waited"
 CALL_KEY = CALL.lower()
+SO_FAR_KEY = "x-gyre-so-far"  # bytes at the end of the body that were told of the call
 _NAMESPACE = uuid.UUID("b3c0a9f2-6f4e-5d0b-8a51-3f1b5a0c9e27")
 DIALECTS: dict[str, Dialect] = {
     "v1/chat/completions": OpenAIChat(),
@@ -62,8 +67,10 @@ def _dialect_of(path: str) -> Dialect:
 class Front:
     """The handlers. A route is given the request, the execution, and what follows it in the path."""
 
-    def __init__(self, service: Service, keys: Keys, served_name: str, metrics: Callable[[], bytes]) -> None:
-        self._service, self._keys, self._served_name = service, keys, served_name
+    def __init__(
+        self, service: Service, keys: Keys, served_name: str, metrics: Callable[[], bytes], *, live: bool = False
+    ) -> None:
+        self._service, self._keys, self._served_name, self._live = service, keys, served_name, live
         self._numbers = metrics
         self._accepted: dict[str, str] = {}  # execution -> its token, as a client sent it
         self._derived: dict[str, int] = {}  # body hash -> answers delivered, for clients without call ids
@@ -101,22 +108,86 @@ class Front:
         try:
             if http.headers.get("content-encoding", "identity") != "identity":
                 raise BadRequest("request bodies must not be compressed: send no Content-Encoding")
+            lines = _so_far(http)
             asked = self._service.read(execution, dialect, http.body)
             number, derived = self._call_id(http, execution)
+            seal = Seal(self._keys.admin, execution, number)
+            so_far, created = seal.read(lines)
         except BadRequest as error:
             return _plain(dialect.fail(Failure("bad_request", why=str(error))))
-        begun = self._service.begin(execution, number, asked, hints_of(http.headers, asked.request.model))
+        begun = self._service.begin(execution, number, asked, hints_of(http.headers, asked.request.model), so_far)
         request = replace(asked.request, conversation=_TOLD)  # minutes may pass: nothing of the history is kept
         http.body = b""
         del asked
+        if (self._live or so_far) and request.stream and not isinstance(begun, Failure):
+            telling = self._telling(begun, dialect, request, seal, created)
+            for chunk in so_far:
+                telling.take(chunk)
+            return await self._tell(begun, telling, dialect, request, (number, derived))
         answer = await self._service.wait(begun)
         if isinstance(answer, Failure):
             waited_s, written = 0.0, dialect.fail(answer, stream=request.stream)
         else:
             waited_s, written = answer.waited_s, dialect.write(self._service.reply(answer, request), request)
-        if derived and written.status == 200:
-            self._derived[derived] = self._derived.get(derived, 0) + 1
+        if written.status == 200:
+            self._delivered(derived)
         return _plain(written, (CALL, number), (WAITED, f"{waited_s:.3f}"))
+
+    def _delivered(self, derived: str) -> None:
+        if derived:
+            self._derived[derived] = self._derived.get(derived, 0) + 1
+
+    # ---- live -------------------------------------------------------------------------------------------------------
+
+    def _telling(self, begun: Open | Node, dialect: Dialect, request: Wanted, seal: Seal, created: int) -> Telling:
+        started, tokens = (
+            (begun.t0, begun.plan.prompt_tokens) if isinstance(begun, Open) else (begun.at, begun.prompt_tokens)
+        )
+        created = created or int(started)
+        model = request.model or self._served_name
+        events = dialect.stream(nothing_yet(begun.call, created, model, tokens), request)
+        return Telling(self._service.chat, events, seal, created)
+
+    async def _tell(
+        self, begun: Open | Node, telling: Telling, dialect: Dialect, request: Wanted, names: tuple[str, str]
+    ) -> Response:
+        """In parts, if there is anything to say before the end; a failure before that has its status."""
+        number, derived = names
+        answer: Node | Failure
+        if isinstance(begun, Open):
+            pieces = self._service.tell(begun, telling)
+            first = await anext(pieces, None)
+            if first is not None:
+                parts = self._parts(first, pieces, begun, telling, request, derived)
+                return Response(200, SSE, b"", ((CALL, number),), parts=parts)
+            answer = begun.answer.result()
+        else:
+            answer = begun
+        if isinstance(answer, Failure):
+            return _plain(dialect.fail(answer, stream=True), (CALL, number))
+        ending = telling.end(self._service.reply(answer, request), answer.waited_s)
+        self._delivered(derived)
+        return Response(200, SSE, ending, ((CALL, number),))
+
+    async def _parts(
+        self,
+        first: bytes,
+        pieces: AsyncGenerator[bytes],
+        begun: Open,
+        telling: Telling,
+        request: Wanted,
+        derived: str,
+    ) -> AsyncIterator[bytes]:
+        """To the end. Raises _BrokenOff if there is none: whoever asks again is told why."""
+        async with contextlib.aclosing(pieces):
+            yield first
+            async for piece in pieces:
+                yield piece
+        answer = begun.answer.result()
+        if isinstance(answer, Failure):
+            raise _BrokenOff(answer.why)
+        yield telling.end(self._service.reply(answer, request), answer.waited_s)
+        self._delivered(derived)
 
     def _call_id(self, http: Request, execution: str) -> tuple[str, str]:
         """(call id, the key to count its delivery under). A body seen again before delivery is the same call."""
@@ -174,6 +245,22 @@ class Front:
         if name != self._served_name:
             return _plain(OpenAIChat().fail(Failure("no_model", why=name)))
         return _plain(models(self._served_name, one=True))
+
+
+class _BrokenOff(Exception):
+    """A call that failed when its answer had begun."""
+
+
+def _so_far(http: Request) -> bytes:
+    """Takes from the body what the relay put behind it. Raises BadRequest."""
+    size = http.headers.get(SO_FAR_KEY, "0")
+    if not size.isdigit() or int(size) > len(http.body):
+        raise BadRequest(f"{SO_FAR_KEY} must be a number of bytes of the body")
+    count = int(size)
+    lines = http.body[len(http.body) - count :]
+    if count:
+        http.body = http.body[:-count]
+    return lines
 
 
 def _plain(written: Written, *headers: tuple[str, str]) -> Response:

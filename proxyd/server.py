@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import cast
@@ -39,13 +39,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A whole answer. `last` ends the connection after it."""
+    """A whole answer, or one that goes out in `parts`, each an HTTP chunk. `last` ends the connection after it."""
 
     status: int
     content_type: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
     last: bool = False
+    parts: AsyncIterator[bytes] | None = None
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -186,24 +187,39 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("a request could not be handled")
             response = self.wording(500, "Internal server error", request.path)
+        if response.parts is not None and not await self._write_parts(response, response.parts):
+            return
         self.task = None
         self._write(response, head_only=request.method == "HEAD", keep_alive=request.keep_alive)
         if self._transport is not None and not self._deaf and len(self.queue) <= MAX_PIPELINED:
             self._transport.resume_reading()
         self._next()
 
+    async def _write_parts(self, response: Response, parts: AsyncIterator[bytes]) -> bool:
+        """All but the end of the message. False if it broke off: the connection is cut, so that nobody takes it for
+        whole.
+        """
+        assert self._transport is not None
+        head = _head(response, "Transfer-Encoding: chunked")
+        try:
+            async for part in parts:
+                self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(part), part))
+                head = b""
+        except Exception:
+            log.exception("an answer broke off")
+            self.abort()
+            return False
+        return True
+
     def _write(self, response: Response, *, head_only: bool, keep_alive: bool) -> None:
         assert self._transport is not None
         keep_alive = keep_alive and not response.last
-        head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
-        head.append(f"Content-Type: {response.content_type}")
-        if response.status != 204:
-            head.append(f"Content-Length: {len(response.body)}")
-        head += [f"{name}: {value}" for name, value in response.headers]
-        if not keep_alive:
-            head.append("Connection: close")
-        raw = "\r\n".join(head).encode("latin-1") + b"\r\n\r\n"
-        self._transport.write(raw if head_only else raw + response.body)
+        if response.parts is not None:
+            self._transport.write(b"0\r\n\r\n")
+        else:
+            framing = [f"Content-Length: {len(response.body)}"] if response.status != 204 else []
+            raw = _head(response, *framing, *([] if keep_alive else ["Connection: close"]))
+            self._transport.write(raw if head_only else raw + response.body)
         if keep_alive:
             self._arm()
         else:
@@ -217,6 +233,13 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _head(response: Response, *more: str) -> bytes:
+    head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
+    head.append(f"Content-Type: {response.content_type}")
+    head += [f"{name}: {value}" for name, value in response.headers]
+    return "\r\n".join((*head, *more)).encode("latin-1") + b"\r\n\r\n"
 
 
 class HttpServer:

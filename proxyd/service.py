@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from proxyd.conversation import NO_HINTS, Hints, Reply, Request
 from proxyd.dialects import Dialect, Failure
 from proxyd.engine import EngineClient
 from proxyd.events import Abort, CallArrived, CallDropped, Cut, Finish, Refuse, SubmissionEnded, Submit
+from proxyd.live import Chunk, Telling, progress_of
 from proxyd.reading import Asked, Memory
 from proxyd.records import Facts, Progress, call_record, relabel_note
 from proxyd.stream import Sampled, join_spans
@@ -57,12 +58,20 @@ class Open:
     progress: Progress = field(default_factory=Progress)
     temperature: float = 1.0
     running: Running | None = None
+    sampled: Sampled | None = None  # of the submission that runs, which may sample `asked`
+    asked: int = 0
+    watchers: set[asyncio.Event] = field(default_factory=set)  # of those who are told live
+    complete: bool = False
     waiters: int = 0
     grace_s: float = DROP_AFTER_S
 
     @property
     def key(self) -> str:
         return f"{self.execution}:{self.call}"
+
+    def heard(self) -> None:
+        for news in self.watchers:
+            news.set()
 
 
 class Service:
@@ -107,14 +116,27 @@ class Service:
         """A body as far as it has to be read. Raises BadRequest."""
         return self._memories.get(execution, _NOTHING).read(dialect, body)
 
-    def begin(self, execution: str, call: str, asked: Asked, hints: Hints = NO_HINTS) -> Open | Node | Failure:
-        """A call, new, running or finished under this id. Waits for nothing, so that nobody need keep the request."""
+    def begin(
+        self, execution: str, call: str, asked: Asked, hints: Hints = NO_HINTS, so_far: Sequence[Chunk] = ()
+    ) -> Open | Node | Failure:
+        """A call, new, running or finished under this id. Waits for nothing, so that nobody need keep the request.
+
+        `so_far`: tokens of it that were told live, perhaps by an earlier life. It goes on with them or fails.
+        """
+        told = [i for chunk in so_far for i in chunk.ids]
         opened = self.open.get(f"{execution}:{call}")
         if opened is not None:
-            return opened
+            return opened if self._sampled(opened, len(told)) == told else _other_tokens()
         forest = self.forests.get(execution)
         node = forest.calls.get(call) if forest is not None else None
-        return node or self._begin(execution, call, asked, hints)
+        if node is not None:
+            return node if list(node.completion.ids[: len(told)]) == told else _other_tokens()
+        return self._begin(execution, call, asked, hints, progress_of(so_far))
+
+    def _sampled(self, opened: Open, count: int) -> list[int]:
+        """The first tokens of a running call."""
+        more = opened.sampled.ids if opened.sampled is not None else []
+        return [*opened.progress.ids, *more][:count]
 
     async def wait(self, begun: Open | Node | Failure) -> Node | Failure:
         """The durable answer. Cancelled, the call runs on for a while."""
@@ -135,7 +157,7 @@ class Service:
         self._memories.setdefault(execution, Memory()).told(asked, plan.start)
         return plan
 
-    def _begin(self, execution: str, call: str, asked: Asked, hints: Hints) -> Open | Failure:
+    def _begin(self, execution: str, call: str, asked: Asked, hints: Hints, progress: Progress) -> Open | Failure:
         now, request = self.now(), asked.request
         plan = self._plan(execution, call, asked, hints)
         limit = self.config.engine.context_length
@@ -143,12 +165,21 @@ class Service:
             return Failure("overflow", limit=limit, tokens=plan.prompt_tokens)
         budget = min(self.config.rollout.max_new_tokens, limit - plan.prompt_tokens)
         budget = min(budget, request.max_tokens) if request.max_tokens else budget
+        if progress.ids and len(progress.ids) >= budget:
+            return _other_tokens()
         answer: asyncio.Future[Node | Failure] = asyncio.get_running_loop().create_future()
         opened = Open(execution, call, plan, budget, now, answer, request.conversation.tools, hints.agent)
+        opened.progress = progress
         self.open[opened.key] = opened
         for relabel in plan.relabels:
             self._log.note(relabel_note(execution, relabel))
-        arrived = CallArrived(call=opened.key, execution=execution, prompt_tokens=plan.prompt_tokens, budget=budget)
+        arrived = CallArrived(
+            call=opened.key,
+            execution=execution,
+            prompt_tokens=plan.prompt_tokens,
+            budget=budget,
+            sampled=len(progress.ids),
+        )
         self._feed(arrived)
         return opened
 
@@ -157,9 +188,41 @@ class Service:
         try:
             return await asyncio.shield(opened.answer)
         finally:
-            opened.waiters -= 1
-            if not opened.waiters and not opened.answer.done():
-                asyncio.get_running_loop().call_later(opened.grace_s, self._drop, opened)
+            self._leave(opened)
+
+    def _leave(self, opened: Open) -> None:
+        opened.waiters -= 1
+        if not opened.waiters and not opened.answer.done():
+            asyncio.get_running_loop().call_later(opened.grace_s, self._drop, opened)
+
+    async def tell(self, opened: Open, telling: Telling) -> AsyncGenerator[bytes]:
+        """Pieces of a call as it is sampled, all but its end. Left early, the call runs on for a while."""
+        news = asyncio.Event()
+        opened.watchers.add(news)
+        opened.waiters += 1
+        opened.answer.add_done_callback(lambda _: news.set())
+        try:
+            while not opened.answer.done():
+                news.clear()
+                while (chunk := self._since(opened, telling.count)) is not None:
+                    yield telling.take(chunk)
+                await news.wait()
+        finally:
+            opened.watchers.discard(news)
+            self._leave(opened)
+
+    def _since(self, opened: Open, at: int) -> Chunk | None:
+        """What was sampled after the first `at` tokens, unless it completes the answer: its end waits for the disk."""
+        progress, running = opened.progress, opened.sampled
+        if opened.complete:
+            return None
+        if at < len(progress.ids):
+            span = next(s for s in progress.spans if s.end > at)
+            return Chunk(progress.ids[at : span.end], progress.logprobs[at : span.end], span.policy)
+        at -= len(progress.ids)
+        if running is None or at >= len(running.ids) or running.verdict(opened.asked, self.chat.stop_ids):
+            return None
+        return Chunk(running.ids[at:], running.logprobs[at:], running.version)
 
     def given_up(self, execution: str, call: str) -> None:
         """The relay says that nobody will come for this call any more."""
@@ -228,12 +291,13 @@ class Service:
         parts = [opened.plan.prompt_json()]
         if progress.ids:
             parts.append(Piece.of(progress.ids).json)
-        sampled = Sampled(submit.version)
+        sampled = opened.sampled = Sampled(submit.version)
+        opened.asked = asked
         how, lost, why = "cut", True, "it did not end after an abort"
         body = [self._engines.body(submit, b",".join(parts), asked)]
         del parts
         try:
-            outcome = await self._engines.stream(submit.url, body, sampled)
+            outcome = await self._engines.stream(submit.url, body, sampled, opened.heard)
             how, lost, why = outcome.how, outcome.lost, outcome.why
         except asyncio.CancelledError:
             if self._stopping:
@@ -249,7 +313,7 @@ class Service:
         progress.spans = join_spans(progress.spans, sampled.versions(), before)
         progress.ids += sampled.ids
         progress.logprobs += sampled.logprobs
-        opened.running = None
+        opened.running = opened.sampled = None
         wanted = opened.plan.prompt_tokens + before
         if sampled.prompt_tokens is not None and sampled.prompt_tokens != wanted:
             log.critical(
@@ -274,6 +338,7 @@ class Service:
 
     def _finish(self, opened: Open, command: Finish) -> None:
         """Into the tree and the log; the answer goes out when the log has it."""
+        opened.complete = True
         now, forest = self.now(), self.forests[opened.execution]
         completion = Piece.of(opened.progress.ids)
         parsed = self.chat.parse(completion.ids, opened.call, opened.tools)
@@ -370,3 +435,7 @@ def _row(opened: Open, node: Node, facts: Facts) -> dict[str, Any]:
         "versions": sorted({s.policy for s in opened.progress.spans}),
         "attempt": opened.plan.attempt.n,
     }
+
+
+def _other_tokens() -> Failure:
+    return Failure("internal", why="this call does not go on with the tokens that were told of it")

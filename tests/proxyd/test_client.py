@@ -143,9 +143,9 @@ async def test_an_engines_failures_are_told_apart(head: bytes, body: bytes, how:
 
     async with server(script) as url:
         engines = EngineClient("k", frozenset({0}), 16)
-        ended = await engines.stream(url, [b"body"], Sampled("v"))
+        ended = await engines.stream(url, [b"body"], Sampled("v"), lambda: None)
         assert (ended.how, ended.lost) == (how, lost), ended
         engines.close()
     engines = EngineClient("k", frozenset({0}), 16)
-    assert (await engines.stream("http://127.0.0.1:1", [b"body"], Sampled("v"))).lost
+    assert (await engines.stream("http://127.0.0.1:1", [b"body"], Sampled("v"), lambda: None)).lost
     assert await engines.work("http://127.0.0.1:1") is None
