@@ -94,7 +94,7 @@ class Mind:
 
 def plan(shell: Callable[[str], str], agents: Sequence[Step], fill: str = "", ends: str = "All is done.") -> list[Step]:
     """The play of all harnesses: turns, agents, a context that fills up (by output of `fill`), troubles in between."""
-    fills = [Step(f"fills {n}", shell(f"{fill}; {proof(f'f{n}')}"), f"PROOF-f{n}") for n in (1, 2)] if fill else []
+    fills = [Step(f"fills {n}", shell(f"{proof(f'f{n}')}; {fill}"), f"PROOF-f{n}") for n in (1, 2)] if fill else []
     return [
         Step("begins", f"I begin.\n{shell(proof('begun'))}", "PROOF-begun"),
         Step("is moved", shell(proof("moved")), "PROOF-moved", "switch"),
