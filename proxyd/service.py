@@ -204,25 +204,12 @@ class Service:
         try:
             while not opened.answer.done():
                 news.clear()
-                while (chunk := self._since(opened, telling.count)) is not None:
+                while (chunk := since(opened, telling.count, self.chat.stop_ids)) is not None:
                     yield telling.take(chunk)
                 await news.wait()
         finally:
             opened.watchers.discard(news)
             self._leave(opened)
-
-    def _since(self, opened: Open, at: int) -> Chunk | None:
-        """What was sampled after the first `at` tokens, unless it completes the answer: its end waits for the disk."""
-        progress, running = opened.progress, opened.sampled
-        if opened.complete:
-            return None
-        if at < len(progress.ids):
-            span = next(s for s in progress.spans if s.end > at)
-            return Chunk(progress.ids[at : span.end], progress.logprobs[at : span.end], span.policy)
-        at -= len(progress.ids)
-        if running is None or at >= len(running.ids) or running.verdict(opened.asked, self.chat.stop_ids):
-            return None
-        return Chunk(running.ids[at:], running.logprobs[at:], running.version)
 
     def given_up(self, execution: str, call: str) -> None:
         """The relay says that nobody will come for this call any more."""
@@ -435,6 +422,23 @@ def _row(opened: Open, node: Node, facts: Facts) -> dict[str, Any]:
         "versions": sorted({s.policy for s in opened.progress.spans}),
         "attempt": opened.plan.attempt.n,
     }
+
+
+def since(opened: Open, at: int, stop_ids: frozenset[int]) -> Chunk | None:
+    """What was sampled after the first `at` tokens. The last token of an answer waits for the disk: with it there would
+    be nothing left to go on with.
+    """
+    progress, running = opened.progress, opened.sampled
+    if at < len(progress.ids):
+        span = next(s for s in progress.spans if s.end > at)
+        end = min(span.end, len(progress.ids) - opened.complete)
+        return Chunk(progress.ids[at:end], progress.logprobs[at:end], span.policy) if at < end else None
+    if running is None:
+        return None
+    at -= len(progress.ids)
+    end = min(len(running.ids), opened.asked)
+    end -= bool(running.verdict(opened.asked, stop_ids))
+    return Chunk(running.ids[at:end], running.logprobs[at:end], running.version) if at < end else None
 
 
 def _other_tokens() -> Failure:

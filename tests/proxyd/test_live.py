@@ -15,9 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre_base import messages as m
+from gyre_base.runfile import Span
 from proxyd.chat import ChatModel
 from proxyd.dialects import BadRequest
 from proxyd.live import Chunk, Seal, Speech, progress_of
+from proxyd.records import Progress
+from proxyd.service import Open, since
+from proxyd.stream import Sampled
 from tests.proxyd.fakes import World
 from tests.proxyd.test_delivery import ANSWER, BODIES, LAST, Harness
 
@@ -193,6 +197,21 @@ def test_what_is_told_is_how_the_answer_begins(
         assert whole.reasoning.startswith(reasoning) and whole.text.startswith(content)
     if not {"<", "\n"} & set(text) and "\ufffd" not in chat.decode(ids) and text.strip():
         assert (reasoning + content) == text, "nothing was held that is sure"
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", ""])
+def test_all_but_the_last_token_of_an_answer_is_told_before_the_disk(chat: ChatModel, finish: str) -> None:
+    opened = Open("e", "c", plan=None, budget=9, t0=0.0, answer=None)  # type: ignore[arg-type]
+    opened.progress = Progress([1, 2], [-1.0, -2.0], [Span("0.0", 0, 2)])
+    opened.sampled, opened.asked = Sampled("0.1", [3, 4, 5], [-3.0, -4.0, -5.0], finish=finish), 7
+    assert since(opened, 0, chat.stop_ids) == Chunk([1, 2], [-1.0, -2.0], "0.0")
+    wanted = [3, 4, 5] if not finish else [3, 4]
+    assert since(opened, 2, chat.stop_ids) == Chunk(wanted, [-3.0, -4.0, -5.0][: len(wanted)], "0.1")
+    assert since(opened, 2 + len(wanted), chat.stop_ids) is None
+    opened.progress = Progress([1, 2, 3], [-1.0, -2.0, -3.0], [Span("0.0", 0, 2), Span("0.1", 2, 3)])
+    opened.sampled, opened.complete = None, True
+    assert since(opened, 1, chat.stop_ids) == Chunk([2], [-2.0], "0.0")
+    assert since(opened, 2, chat.stop_ids) is None
 
 
 def test_lines_of_another_call_or_out_of_order_are_refused() -> None:
