@@ -23,6 +23,7 @@ PEERS = {
         "tokenizers==0.23.3",
         "jinja2==3.1.6",
     ),
+    "transformers": ("torch==2.13.0", "transformers==5.19.0"),
 }
 
 
