@@ -8,6 +8,8 @@ measurements of one run. Peers live in environments of their own under DIR (made
 (`bench/proxyd_rig/peer_app.py`). A peer that can't be had leaves its figures out.
 
 proxyd does all its work in every row: match, render, tokenise, route, record, fdatasync. The router only relays.
+`added_p50_vs_sglang_router` compares what each adds, in live delivery, to the time in which the engine alone gives the
+first content of a small call, the three asked in turn; ends wait for the disk (`durable_p50_vs_sglang_router`).
 """
 
 from __future__ import annotations
@@ -185,6 +187,52 @@ async def small(rig: Rig) -> list[Figure]:
     return out
 
 
+async def first_content_s(session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str]) -> float:
+    """Wall time to the first content of a stream, which is read to its end."""
+    began = time.perf_counter()
+    async with session.post(url, data=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        first = await response.content.readany()
+        took = time.perf_counter() - began
+        assert first and b"[DONE]" in (first + await response.read())[-40:]
+    return took
+
+
+async def live(rig: Rig) -> list[Figure]:
+    """What live delivery adds to the first content of a call, against the router."""
+    count = 100 if rig.quick else 400
+    limits = {"engine": {"context_length": 1 << 21}, "rollout": {"max_new_tokens": 128, "delivery": "live"}}
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(PeerMissing):
+        async with World(Path(folder) / "run", rig.tokenizer, **limits) as world, router_at(rig) as (_, routed):
+            await world.cellctl.serve(_named("a", rig.engine))
+            await world.cellctl.open("live")
+            headers = {"Authorization": f"Bearer {world.keys.token('live')}", "Content-Type": "application/json"}
+            ours = f"{world.base('live')}/v1/chat/completions"
+            times: dict[str, list[float]] = {ours: [], routed: [], f"{rig.engine}/generate": []}
+            # each call on a connection of its own: on kept ones the router's small writes wait for delayed ACKs (40 ms)
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+                for n in range(count + 20):
+                    for url, taken in times.items():
+                        said = body_of([{"role": "user", "content": f"hi {n}"}], True)
+                        body = said if url == ours else generate(200)
+                        taken.append(await first_content_s(session, url, body, headers))
+        mine, theirs, alone = (sorted(taken[20:])[count // 2] for taken in times.values())
+        added, ms = (mine - alone) / (theirs - alone), [1000 * t for t in (mine, theirs, alone)]
+        out = [
+            figure(f"{who}_p50_ms", [value], "ms") for who, value in zip(("live", "router", "engine"), ms, strict=True)
+        ]
+        return [*out, figure("added_p50_vs_sglang_router", [added], "ratio", *at_most(1.5))]
+    return []
+
+
+def generate(count: int) -> bytes:
+    """The body of a /generate with so many prompt ids."""
+    sampling = {"max_new_tokens": 128, "temperature": 1.0}
+    ids = [65 + n % 300 for n in range(count)]
+    more = {"stream": True, "return_logprob": True}
+    return orjson.dumps({"rid": os.urandom(16).hex(), "input_ids": ids, "sampling_params": sampling, **more})
+
+
 async def per_call(pid: int, call: Callable[[int], Any], count: int, size: int = 200) -> float:
     before = await settled(pid)
     for _ in range(0, count, 16):
@@ -337,8 +385,8 @@ async def orphans(rig: Rig) -> list[Figure]:
 
 
 @contextlib.asynccontextmanager
-async def router(rig: Rig) -> AsyncIterator[tuple[int, Callable[[int], Any]]]:
-    """sglang-router in front of the engine: (pid, a call with so many prompt ids)."""
+async def router_at(rig: Rig) -> AsyncIterator[tuple[int, str]]:
+    """sglang-router in front of the engine: (pid, URL of its /generate)."""
     if rig.peers is None:
         raise PeerMissing("no peers wanted")
     python, port = python_of(rig.peers, "sglang-router"), free_port()
@@ -347,21 +395,22 @@ async def router(rig: Rig) -> AsyncIterator[tuple[int, Callable[[int], Any]]]:
     async with running(str(python), "-m", "sglang_router.launch_router", *words, *more) as process:
         url = f"http://127.0.0.1:{port}/generate"
 
-        def body(count: int) -> bytes:
-            sampling = {"max_new_tokens": 128, "temperature": 1.0}
-            ids = [65 + n % 300 for n in range(count)]
-            more = {"stream": True, "return_logprob": True}
-            return orjson.dumps({"rid": os.urandom(16).hex(), "input_ids": ids, "sampling_params": sampling, **more})
+        await until_up(rig.session, url, {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+        yield process.pid, url
+
+
+@contextlib.asynccontextmanager
+async def router(rig: Rig) -> AsyncIterator[tuple[int, Callable[[int], Any]]]:
+    """sglang-router in front of the engine: (pid, a call with so many prompt ids)."""
+    async with router_at(rig) as (pid, url):
 
         async def call(count: int) -> None:
-            async with rig.session.post(
-                url, data=body(count), headers={"Content-Type": "application/json"}
-            ) as response:
+            headers = {"Content-Type": "application/json"}
+            async with rig.session.post(url, data=generate(count), headers=headers) as response:
                 text = await response.read()
                 assert response.status == 200 and b"[DONE]" in text[-40:], text[-200:]
 
-        await until_up(rig.session, url, {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
-        yield process.pid, call
+        yield pid, call
 
 
 async def router_long(rig: Rig) -> list[float]:
@@ -411,6 +460,7 @@ async def full_render(rig: Rig) -> list[float]:
 GROUPS: dict[str, Callable[[Rig], Any]] = {
     "histories": histories,
     "small": small,
+    "live": live,
     "memory": memory,
     "drains": drains,
     "orphans": orphans,
