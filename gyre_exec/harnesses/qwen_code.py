@@ -69,5 +69,5 @@ class QwenCode:
 def _node() -> str:
     node = shutil.which("node")
     if node is None:
-        raise HarnessMissing("qwen-code runs on node 22 or newer, which is not on this node's path")
+        raise HarnessMissing("qwen-code runs on node 20 or newer, which is not on this node's path")
     return node

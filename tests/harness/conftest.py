@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def real_tokenizer(programs: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def needs(programs: None):
+def needs(programs: None) -> Callable[[str], None]:
     """Fails, with the command that installs it, if a harness is not here."""
 
     def ask(name: str) -> None:
