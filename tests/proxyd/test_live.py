@@ -127,6 +127,23 @@ async def test_a_move_and_a_hang_up_in_the_middle_are_not_seen(harness: Harness,
     assert [r["input_ids"][-3:] for r in second.requests] == [world.says(ANSWER)[:3]]
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_answer_that_can_not_be_ended_ends_with_an_error_and_never_clean(harness: Harness, path: str) -> None:
+    world, name = harness.world, f"over-{path.partition('/')[0]}"
+    engine = await world.engine(name, lambda prompt: world.says(ANSWER), hold_after=5)
+    await harness.begin(name)
+    await world.cellctl.serve(engine)
+    listener = Listener(harness, name, path)
+    await world.cellctl.until(lambda: listener.heard)
+    await world.cellctl.say(m.CloseExecution(execution=name))
+    (end,) = await asyncio.gather(listener.task, return_exceptions=True)
+    assert LAST[path] not in listener.heard and f"execution {name} is closed".encode() in listener.heard, end
+    account, _ = harness.relay.close(name)
+    assert account.errors == 1
+    engine.release()
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_killed_proxyd_goes_on_with_the_tokens_that_were_told(
     tmp_path: Path, tokenizer: Path, path: str
