@@ -17,9 +17,9 @@ from celld.sglang.launch import PAGE_TOKENS
 from celld.tiny.model import TinyQwen3
 from tests.engine.calls import Caller, generate_body, joined, logprobs, new_rid
 
-pytestmark = pytest.mark.timeout(60)
 LONG = 200  # tokens
 REAL = os.environ.get("GYRE_ENGINE") == "sglang"
+pytestmark = pytest.mark.timeout(900 if REAL else 60)  # the first test waits for the engines
 STEP_S = 0.03  # of a slowed engine: LONG takes six seconds, which is long enough to get a word in
 
 
