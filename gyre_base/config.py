@@ -391,7 +391,7 @@ def _absolute(config: Config, base: Path) -> Config:
         config.tasks,
         train=fixed(config.tasks.train),
         heldout=fixed(config.tasks.heldout),
-        image=config.tasks.image if "://" in config.tasks.image else fixed(config.tasks.image),
+        image=fixed(config.tasks.image) if (base / config.tasks.image).exists() else config.tasks.image,
         images=fixed(config.tasks.images),
         visible=tuple(fixed(path) for path in config.tasks.visible),
     )
