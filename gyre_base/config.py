@@ -387,6 +387,7 @@ def _absolute(config: Config, base: Path) -> Config:
         return str((base / text).resolve()) if text else text
 
     model = dataclasses.replace(config.model, path=fixed(config.model.path), tokenizer=fixed(config.model.tokenizer))
+    python = fixed(config.engine.python) if "/" in config.engine.python else config.engine.python
     tasks = dataclasses.replace(
         config.tasks,
         train=fixed(config.tasks.train),
