@@ -397,4 +397,5 @@ def _absolute(config: Config, base: Path) -> Config:
         visible=tuple(fixed(path) for path in config.tasks.visible),
     )
     scheduler = dataclasses.replace(config.scheduler, forecast_from=fixed(config.scheduler.forecast_from))
-    return dataclasses.replace(config, model=model, tasks=tasks, scheduler=scheduler)
+    engine = dataclasses.replace(config.engine, python=python)
+    return dataclasses.replace(config, model=model, tasks=tasks, scheduler=scheduler, engine=engine)
