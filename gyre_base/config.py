@@ -387,7 +387,8 @@ def _absolute(config: Config, base: Path) -> Config:
         return str((base / text).resolve()) if text else text
 
     model = dataclasses.replace(config.model, path=fixed(config.model.path), tokenizer=fixed(config.model.tokenizer))
-    python = fixed(config.engine.python) if "/" in config.engine.python else config.engine.python
+    python = config.engine.python  # a link of an environment must stay one: it says which environment
+    python = str((base / python).absolute()) if "/" in python else python
     tasks = dataclasses.replace(
         config.tasks,
         train=fixed(config.tasks.train),

@@ -65,3 +65,10 @@ def test_every_key_has_a_comment_or_a_name_that_says_it():
         line for line in commented().splitlines() if line.startswith("# ") and " = " in line and "  # " not in line
     ]
     assert len(silent) <= 18, silent
+
+
+def test_the_engines_interpreter_stays_the_link_that_an_environment_is_known_by(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "python").symlink_to("/usr/bin/env")
+    (tmp_path / "gyre.toml").write_text('[engine]\npython = "env/python"\n')
+    assert config.load(tmp_path / "gyre.toml", {}).engine.python == str(tmp_path / "env" / "python")
