@@ -292,7 +292,7 @@ async def test_a_harbor_verifier_that_writes_no_reward_has_failed(tmp_path: Path
 
 @needs_walls
 async def test_the_agents_code_under_test_sees_neither_the_run_nor_the_task_files(tmp_path: Path) -> None:
-    places = [str(tmp_path), "/root/.cache", "/home"]
+    places = [str(tmp_path), str(Path.home() / ".cache"), "/home"]
     spy = f"from pathlib import Path\nfound = [p for p in {places} if Path(p).exists()]\n"
     tests = {"test_spy.py": "import spy\n\ndef test_nothing():\n    assert spy.found == []\n"}
     ruler = evaluator_of({"kind": "pytest", "tests": tests}, "x")
