@@ -91,7 +91,7 @@ def engine_command(
         *("--admin-api-key-file", str(run.path("keys", "admin"))),
         *("--context-length", str(engine.context_length)),
         *("--stacks-file", str(run.path("log", f"engine-{cell}.stacks"))),
-        *(_emulated(config, cell) if engine.kind == "emulate" else _tiny(config, seed)),
+        *(_emulated(config, cell) if engine.kind == "emulate" else _tiny(run, config, seed)),
     ]
 
 
@@ -122,9 +122,10 @@ def sglang_settings(
     )
 
 
-def _tiny(config: Config, seed: int) -> list[str]:
+def _tiny(run: RunDir, config: Config, seed: int) -> list[str]:
     engine = config.engine
     return [
+        *("--api-key-file", str(run.path("keys", "admin"))),  # generation too: the network may have other users
         *("--max-running-requests", str(engine.max_running_requests)),
         *("--stream-interval", str(engine.stream_interval)),
         *("--threads", str(engine.threads)),

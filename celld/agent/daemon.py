@@ -139,7 +139,7 @@ class AgentShell(Shell):
             url = f"http://{own_address(self._config.cluster.bind)}:{await self._port(port_file)}"
         if self._engine is not None:
             await self._engine.close()
-        self._engine = EngineClient(url, admin_key=self._keys.admin)
+        self._engine = EngineClient(url, admin_key=self._keys.admin, api_key=self._keys.admin)
         await self._serving(self._engine)
         await self._engine.probe(
             need_release=(self._config.engine.kind, self._config.engine.device) != ("sglang", "cpu")

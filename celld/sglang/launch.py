@@ -49,7 +49,8 @@ class SGLangSettings:
         }
 
     def _always(self) -> dict[str, Any]:
-        named = {"admin-api-key": self.admin_key} if self.admin_key else {}
+        # one key for all: generation too, since the network may have other users
+        named = {"admin-api-key": self.admin_key, "api-key": self.admin_key} if self.admin_key else {}
         return {
             "model-path": str(self.model),
             "host": self.host,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +62,21 @@ def serve(folder: Path, model: Path) -> None:
         run.until(lambda status: status["run"] == "training")
         assert command("cellctl", "freeze", run=run.root).returncode == 0
         said = {" ".join(words): command(*words, "--json", run=run.root) for words in QUESTIONS}
+        assert {stranger(str(row["url"])) for row in run.rows("proxyd", "routes")} == {401}
         assert command("cellctl", "thaw", run=run.root).returncode == 0
         run.finish()
         answers = {words: {"code": a.returncode, "out": a.stdout, "err": a.stderr} for words, a in said.items()}
         (folder / "answers.json").write_text(json.dumps(answers))
+
+
+def stranger(engine: str) -> int:
+    """The status for one who may reach an engine's port but has no key of the run."""
+    request = urllib.request.Request(f"{engine}/generate", data=b'{"input_ids": [1]}', method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def test_the_summary_is_all_that_is_on_stdout(done):
