@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from tests.slurm.minislurm import Cluster, until
 
 
 def commands(slurm: Cluster, node: str) -> bytes:
-    return b"\n".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in slurm.pids(node))
+    found = []
+    for pid in slurm.pids(node):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return b"\n".join(found)
 
 
 def test_every_node_has_its_own_name_and_a_routable_address(quiet_slurm: Cluster) -> None:
@@ -19,7 +24,7 @@ def test_every_node_has_its_own_name_and_a_routable_address(quiet_slurm: Cluster
 
 def test_a_crashed_node_loses_its_processes_and_comes_back_empty(quiet_slurm: Cluster) -> None:
     quiet_slurm.on_node("node4", "sh", "-c", "sleep 612 >/dev/null 2>&1 &")
-    assert b"sleep\x00612" in commands(quiet_slurm, "node4")
+    until(lambda: b"sleep\x00612" in commands(quiet_slurm, "node4"), 30, "the process did not start")
     quiet_slurm.crash("node4")
     assert list(quiet_slurm.pids("node4")) == []
     quiet_slurm.start("node4")
