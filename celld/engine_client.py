@@ -265,7 +265,8 @@ class EngineClient:
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None, headers: dict[str, str]
     ) -> bytes:
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            # a connection per call: an engine closes idle ones after seconds, and a POST on such a one looks like death
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
         data = None if body is None else orjson.dumps(body)
         kind = {"Content-Type": "application/json"} if data is not None else {}
         limit = aiohttp.ClientTimeout(total=self.timeout_s if timeout_s is None else timeout_s)

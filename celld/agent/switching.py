@@ -92,6 +92,7 @@ class Switcher:
         with watch.phase("load"):
             if update_only:
                 await engine.pause("retract")  # a request that strays in would keep the flush from being done
+                await engine.flush(WRITE_BACK_S)  # and so would KV that is on its way to a shared store
             await engine.update_weights(folder, served)
         with watch.phase("resume_kv"):
             await engine.resume(("kv_cache",))

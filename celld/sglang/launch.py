@@ -79,6 +79,7 @@ class SGLangSettings:
     def _cpu(self) -> dict[str, Any]:
         return {
             "device": "cpu",
+            "sleep-on-idle": True,  # else an engine with nothing to do takes half a core
             "attention-backend": "torch_native",
             "dtype": "float32",
             "disable-overlap-schedule": True,
