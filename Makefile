@@ -8,7 +8,7 @@ PIP_ARGS ?=
 RUN_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang test-sglang-slice apptainer \
+.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang apptainer \
   harness-packages test-harness test-harness-slice
 help:                       ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -47,9 +47,6 @@ $(SGLANG_STAMP): tools/sglang-cpu.sh tools/sglang-cpu.txt
 test-sglang: $(STAMP) $(SGLANG_STAMP)  ## the engine contract and a run on the real SGLang, without a GPU
 	GYRE_ENGINE=sglang GYRE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(PY) -m pytest -n0 -v --timeout 900 \
 	  tests/engine/test_contract.py tests/engine/test_sglang.py $(TEST_ARGS)
-
-test-sglang-slice: $(STAMP) $(SGLANG_STAMP)  ## of these, what CI runs: all but the whole run
-	$(MAKE) test-sglang TEST_ARGS="--deselect tests/engine/test_sglang.py::test_a_run_with_real_engines_trains_and_moves_calls"
 
 HARNESSES       = claude-code codex mini-swe-agent qwen-code opencode
 HARNESS_SLICE   = claude-code mini-swe-agent
