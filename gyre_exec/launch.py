@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 SLURM_LOOK_S = 10.0  # squeue is asked no oftener
 SLURM_CALL_S = 10.0
+SLURM_UNSEEN_S = 60.0  # an array just submitted may not be in squeue's answer yet; a local process is at once
 END_S = 15.0  # for executors to leave when the pool ends
 LONGEST_LOCAL_MIN = 60 * 24 * 365
 MINUTES = 24 * 60  # of a Slurm job unless executor_options say another `time`
@@ -305,6 +306,7 @@ def bounds_of(settings: config.Config) -> pool.Bounds:
         most=max(cluster.executors, cluster.executors_max),
         slots=settings.tasks.concurrent_per_executor,
         idle_s=cluster.executor_idle_s,
+        unseen_s=SLURM_UNSEEN_S if cluster.executor_partition else 0.0,
     )
 
 

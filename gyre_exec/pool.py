@@ -17,7 +17,6 @@ from typing import Any
 from gyre_base.messages import message
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
-UNSEEN_S = 60.0  # a job just submitted may not be listed yet
 
 
 @message("pool.seen")
@@ -58,6 +57,7 @@ class Bounds:
     most: int = 1
     slots: int = 160  # executions that one executor takes
     idle_s: float = 120.0  # an executor that held nothing for so long may go
+    unseen_s: float = 0.0  # for so long a job just submitted may not be listed yet
 
 
 class Pool:
@@ -85,7 +85,7 @@ class Pool:
         return max(self.bounds.least, min(self.bounds.most, math.ceil(level / self.bounds.slots)))
 
     def _take(self, seen: Seen, now: float) -> None:
-        self._asked = {n: at for n, at in self._asked.items() if n not in seen.jobs and now - at < UNSEEN_S}
+        self._asked = {n: at for n, at in self._asked.items() if n not in seen.jobs and now - at < self.bounds.unseen_s}
         alive = {*seen.jobs, *self._asked}
         for name in self._alive - alive:
             if name not in self._joined:

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from gyre_exec.pool import Bounds, Leave, Pool, Seen, Submit, Withdraw
 
 
-def pool(least: int = 1, most: int = 4, slots: int = 10, idle_s: float = 60.0) -> Pool:
-    return Pool(Bounds(least=least, most=most, slots=slots, idle_s=idle_s))
+def pool(least: int = 1, most: int = 4, slots: int = 10, idle_s: float = 60.0, unseen_s: float = 60.0) -> Pool:
+    return Pool(Bounds(least=least, most=most, slots=slots, idle_s=idle_s, unseen_s=unseen_s))
 
 
 def running(*names: str) -> dict[str, str]:
@@ -33,6 +33,13 @@ def test_a_submitted_job_that_is_not_listed_yet_is_not_submitted_twice() -> None
     core.handle(Seen(level=15), 0.0)
     assert core.handle(Seen(level=15), 2.0) == []
     assert core.handle(Seen(level=15, jobs=running("ex0")), 4.0) == []
+
+
+def test_a_job_that_ends_before_it_is_ever_seen_leaves_its_place_when_listings_can_be_trusted() -> None:
+    core = pool(unseen_s=0.0)
+    core.handle(Seen(level=5), 0.0)
+    assert core.handle(Seen(level=5), 1.0) == []  # counted as a failure: after a pause
+    assert core.handle(Seen(level=5), 6.0) == [Submit(names=("ex0",))]
 
 
 def test_it_shrinks_by_what_waits_in_the_queue_and_then_by_what_stands_idle() -> None:
