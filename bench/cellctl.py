@@ -26,7 +26,7 @@ from bench.figures import Figure, figure, show
 from gyre_base import config as configuration
 from gyre_base import messages as m
 from gyre_base.bus import Client
-from gyre_base.daemon import HEARTBEAT_S
+from gyre_base.config import ClusterConfig
 from gyre_base.keys import Keys, make_keys
 from gyre_base.rundir import RunDir
 from gyre_base.vocabulary import Outcome, Role
@@ -101,7 +101,8 @@ class Emulated:
         for count, key in enumerate(itertools.cycle(list(self.clients))):
             kind, _, name = key.partition(":")
             await self.send(key, m.Heartbeat(kind=kind, name=name, life=1))
-            await asyncio.sleep(max(0.0, begin + count * HEARTBEAT_S / len(self.clients) - time.monotonic()))
+            due = begin + count * ClusterConfig.heartbeat_s / len(self.clients)
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
 
     async def finish(self, per_second: float, seconds: float) -> None:
         begin, count = time.monotonic(), 0
@@ -155,7 +156,7 @@ async def measure(run: RunDir, keys: Keys, pid: int, given: argparse.Namespace) 
     await peers.join()
     beating = asyncio.create_task(peers.beat())
     await until(lambda: len(peers.held) >= given.in_flight)
-    beats = len(peers.clients) / HEARTBEAT_S
+    beats = len(peers.clients) / ClusterConfig.heartbeat_s
     finishes = (given.rate - beats) / (1.0 + 1.0 / GROUP + 1.0 / (GROUP * BATCH))
     await peers.finish(finishes, WARM_UP_S)
     before, at, sent = cpu_seconds(pid), time.monotonic(), peers.sent

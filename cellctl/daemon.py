@@ -18,7 +18,7 @@ from gyre_base import journal as journals
 from gyre_base import messages as m
 from gyre_base import wire
 from gyre_base.bus import Received, Server
-from gyre_base.daemon import HEARTBEAT_S, Answer, PeerLost, Send, Shell, WakeAt, log_to, stop_on_signals
+from gyre_base.daemon import Answer, PeerLost, Send, Shell, WakeAt, log_to, stop_on_signals
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
 from gyre_base.stacks import examine
@@ -159,9 +159,9 @@ class CellctlShell(Shell):
         stood still itself it could hear nobody: that time is held against no peer."""
         before = self.clock.now()
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self.heartbeat_s)
             now = self.clock.now()
-            stood_s = max(0.0, now - before - HEARTBEAT_S)
+            stood_s = max(0.0, now - before - self.heartbeat_s)
             before = now
             self.liveness.we_stood_still(stood_s, now)
             for peer, seconds in self.liveness.silent(now):
@@ -284,6 +284,7 @@ async def _serve(run: RunDir) -> None:
     server = Server(run, keys, kind="cellctl", name="cellctl", life=life, bind=config.cluster.bind)
     liveness = Liveness(config.cluster.peer_timeout_s, config.cluster.stall_s)
     shell = CellctlShell(core, journals.Journal(path), server, run, life, liveness)
+    shell.heartbeat_s = config.cluster.heartbeat_s
     train, heldout = entries(config.tasks.train), entries(config.tasks.heldout)
     shell.know_tasks({**train, **heldout})
     stop_on_signals(shell.stopping)

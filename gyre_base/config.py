@@ -29,6 +29,7 @@ class ClusterConfig:
     cells: int = 3  # core first, then satellites; with 1 the policy falls back to whole-pool switching
     bind: str = "auto"  # where daemons listen; auto = the node's own address in a Slurm job, else 127.0.0.1
     executors: int = 1  # executor processes; each holds many executions
+    heartbeat_s: float = 2.0  # between two signs of life of a daemon
     peer_timeout_s: float = 20.0  # silence that counts as lost: lower finds faults sooner, higher rides out swaps
     stall_s: float = 600.0  # work in hand, nothing done for so long: alarm with stacks; engines and ranks start anew
     python: tuple[str, ...] = ()  # runs Python on the nodes of a job, as in a container; empty = this interpreter
@@ -225,6 +226,7 @@ AT_LEAST: dict[str, float] = {
     "cluster.executors": 1,
     "cluster.executors_max": 0,
     "tasks.progress_every_s": 0,
+    "cluster.heartbeat_s": 0.05,
     "cluster.dead_man_s": 5,
     "cluster.min_cells": 1,
     "cluster.save_window_s": 0,

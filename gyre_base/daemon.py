@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gyre_base.clock import Clock, WallClock
+from gyre_base.config import ClusterConfig
 from gyre_base.journal import Journal
 from gyre_base.messages import message
 from gyre_base.stacks import LoopWatch, dump_on_signal
 
 log = logging.getLogger(__name__)
-HEARTBEAT_S = 2.0
 TIMER_SLACK_S = 0.002  # uvloop's timers may ring a millisecond early; a core that compares times would lose its alarm
 
 
@@ -80,6 +80,7 @@ class Shell(ABC):
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
+        self.heartbeat_s = ClusterConfig.heartbeat_s
 
     def post(self, event: Any) -> None:
         """Put an event into the stream."""

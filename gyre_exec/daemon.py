@@ -70,6 +70,7 @@ class Executor(daemon.Shell):
         core = ExecutorCore(limits)
         super().__init__(core, Journal(run.path("journal", f"{name}.jsonl")))
         self.run_dir, self.settings, self.keys, self.name, self.life = run, settings, keys, name, life
+        self.heartbeat_s = settings.cluster.heartbeat_s
         self.adapter = adapter
         self.client = bus.Client(run, keys, "cellctl", identity=f"executor:{name}:{life}")
         self.relay = Relay(Upstream(self._find_proxyd))
@@ -356,13 +357,13 @@ class Executor(daemon.Shell):
                     self.post(answer)
                     return
                 log.warning("cellctl does not want us: %r; asking again", answer)
-                await asyncio.sleep(daemon.HEARTBEAT_S)
+                await asyncio.sleep(self.heartbeat_s)
 
     async def _keep_in_touch(self) -> None:
         """Heartbeats; hello again when cellctl is another one; calls sent again when proxyd is."""
         await self._say_hello()
         while True:
-            await asyncio.sleep(daemon.HEARTBEAT_S / 2)
+            await asyncio.sleep(self.heartbeat_s / 2)
             endpoint = self.run_dir.endpoint("cellctl")
             if endpoint is not None and (endpoint.address, endpoint.life) != self._server_seen:
                 await self._say_hello()

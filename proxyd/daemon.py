@@ -27,7 +27,7 @@ from gyre_base import wire
 from gyre_base.allocation import own_address
 from gyre_base.bus import CannotListen, Client, NoAnswer, Received, Server, cannot_listen
 from gyre_base.config import Config, ConfigError
-from gyre_base.daemon import HEARTBEAT_S, Answer, Shell, WakeAt, log_to, run_main, stop_on_signals
+from gyre_base.daemon import Answer, Shell, WakeAt, log_to, run_main, stop_on_signals
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir, RunDirError
 from gyre_base.runfile import RunHeader
@@ -157,7 +157,7 @@ class ProxydShell(Shell):
                 progress = self.service.vital_signs
                 beat = m.Heartbeat(kind="proxyd", name="proxyd", life=life, progress=progress, work=work)
                 await self._client.send(beat)
-            await asyncio.sleep(HEARTBEAT_S if greeted >= 0 else 0.1)
+            await asyncio.sleep(self.heartbeat_s if greeted >= 0 else 0.1)
 
     def close(self) -> None:
         """The last thing of a clean end."""
@@ -238,6 +238,7 @@ async def _serve(run: RunDir) -> None:
     forests = records.restore(calllog.earlier_records(run), chat, set(opened))
     client = Client(run, keys, "cellctl", identity=f"proxyd:proxyd:{life}")
     shell = ProxydShell(Router(config.engine.max_running_requests), journals.Journal(path), client, run)
+    shell.heartbeat_s = config.cluster.heartbeat_s
     stop_on_signals(shell.stopping)
     header = RunHeader(run=run.root.name, tokenizer=tokenizer, writer="proxyd", created=shell.clock.now())
     durable = config.rollout.durability == "fdatasync"

@@ -26,7 +26,7 @@ from gyre_base import messages as m
 from gyre_base.allocation import Allocation, own_address
 from gyre_base.bus import Client, NoAnswer, Server
 from gyre_base.config import Config
-from gyre_base.daemon import HEARTBEAT_S, Send, Shell, log_to, stop_on_signals
+from gyre_base.daemon import Send, Shell, log_to, stop_on_signals
 from gyre_base.journal import Journal, mend_tail
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir
@@ -65,6 +65,7 @@ class AgentShell(Shell):
         self._launching: set[str] = set()
         self._engine: EngineClient | None = None
         self._vitals = Vitals(config.cluster.stall_s)
+        self.heartbeat_s = config.cluster.heartbeat_s
         self._probe_s = min(PROBE_EVERY_S, config.cluster.peer_timeout_s / 2)
         self._switch: asyncio.Task[None] | None = None
         self._allocation = Allocation.here()
@@ -233,7 +234,7 @@ class AgentShell(Shell):
             progress, work = self._vitals.progress, self._vitals.work
             beat = m.Heartbeat(kind="celld", name=self._cell, life=self._life, progress=progress, work=work)
             await self._cellctl.send(beat)
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self.heartbeat_s)
 
     async def watch_children(self) -> None:
         """Liveness by tokens and micro-steps within a bounded time, not by an open socket: a child that says nothing,
@@ -290,20 +291,20 @@ class AgentShell(Shell):
         beat = m.Heartbeat(kind="celld", name=self._cell, life=self._allocation.restarts)
         while True:
             with contextlib.suppress(NoAnswer):
-                answer = await self._supervisor.ask(beat, timeout_s=HEARTBEAT_S)
+                answer = await self._supervisor.ask(beat, timeout_s=self.heartbeat_s)
                 if isinstance(answer, m.Refused):
                     return self._stop_work(f"fenced: {answer.why}")
                 switch.heard(loop.time())
             with contextlib.suppress(TimeoutError):
-                word = await asyncio.wait_for(asyncio.to_thread(read_beat, self._run), HEARTBEAT_S)
+                word = await asyncio.wait_for(asyncio.to_thread(read_beat, self._run), self.heartbeat_s)
                 switch.saw(word, loop.time())
-            match switch.verdict(loop.time(), 3 * HEARTBEAT_S):
+            match switch.verdict(loop.time(), 3 * self.heartbeat_s):
                 case Verdict.CUT:
                     return self._stop_work("the supervisor lives and can't be reached: this node is cut off")
                 case Verdict.ORPHANED:
                     self.orphaned = True
                     return self._stop_work("the supervisor is gone")
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self.heartbeat_s)
 
     def _stop_work(self, why: str) -> None:
         log.error("dead-man switch: %s; this cell stops its work", why)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from gyre_base import messages as m
 from gyre_base.bus import Received, Server
-from gyre_base.daemon import HEARTBEAT_S
 
 if TYPE_CHECKING:
     from celld.emulate.rank import EmulatedRank
@@ -147,7 +146,7 @@ class RankService:
         hello = m.Hello(kind="rank", name=rank.cell, life=rank.life, pid=os.getpid())
         await rank.trajd.send(hello)
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(rank.config.cluster.heartbeat_s)
             while not rank.trajd.inbox.empty():
                 if isinstance(rank.trajd.inbox.get_nowait(), m.Welcome):  # trajd is new: introduce ourselves again
                     await rank.trajd.send(hello)

@@ -32,7 +32,6 @@ class HandClock:
 
 @pytest.fixture
 async def shell(tmp_path, monkeypatch):
-    monkeypatch.setattr(daemons, "HEARTBEAT_S", 0.02)
     run = RunDir.create(tmp_path / "run")
     keys = make_keys(run)
     server = Server(run, keys, kind="cellctl", name="cellctl", life=1, bind="127.0.0.1")
@@ -40,7 +39,7 @@ async def shell(tmp_path, monkeypatch):
     made = daemons.CellctlShell(
         Scheduler(), Journal(run.path("journal", "cellctl.jsonl")), server, run, 1, Liveness(20.0, 60.0)
     )
-    made.clock = HandClock()
+    made.clock, made.heartbeat_s = HandClock(), 0.02
     made.lost = []
 
     async def step(event: Any) -> None:
@@ -61,7 +60,7 @@ async def test_time_in_which_we_stood_still_is_held_against_nobody(shell):
     await asyncio.sleep(0.1)
     assert made.lost == []
     for _ in range(25):  # now time passes while we look
-        made.clock.at += 1.0 + daemons.HEARTBEAT_S
+        made.clock.at += 1.0 + made.heartbeat_s
         made.liveness.heard("celld:c0", made.clock.at)
         await asyncio.sleep(0.03)
     task.cancel()

@@ -54,15 +54,15 @@ PEER = textwrap.dedent(
 
 
 @pytest.fixture
-async def cellctl(tmp_path, monkeypatch):
+async def cellctl(tmp_path):
     """A real shell with short patience, and a way to start its peer."""
-    monkeypatch.setattr(daemons, "HEARTBEAT_S", 0.05)
     run = RunDir.create(tmp_path / "run")
     run.write_atomic("run.json", "{}")
     keys = make_keys(run)
     server = Server(run, keys, kind="cellctl", name="cellctl", life=1, bind="127.0.0.1")
     journal = Journal(run.path("journal", "cellctl.jsonl"))
     shell = daemons.CellctlShell(Scheduler(), journal, server, run, 1, Liveness(1.5, 0.5))
+    shell.heartbeat_s = 0.05
     server.start()
     for work in (shell.listen(), shell.work(), shell.watch_peers(), shell.drain_timers()):
         shell.spawn(work)

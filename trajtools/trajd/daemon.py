@@ -22,7 +22,7 @@ from gyre_base import messages as m
 from gyre_base import wire
 from gyre_base.bus import Client, NoAnswer, Received, Server
 from gyre_base.config import Config
-from gyre_base.daemon import HEARTBEAT_S, Answer, PeerLost, Send, Shell, log_to, run_main, stop_on_signals
+from gyre_base.daemon import Answer, PeerLost, Send, Shell, log_to, run_main, stop_on_signals
 from gyre_base.keys import load_keys
 from gyre_base.rundir import RunDir
 from trajtools.trajd import view
@@ -209,13 +209,13 @@ class TrajdShell(Shell):
             work = len(ledger.leased) + len(self._packing)
             beat = m.Heartbeat(kind="trajd", name="trajd", life=self._life, progress=ledger.changes, work=work)
             await self._cellctl.send(beat)
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self.heartbeat_s)
 
     async def follow_log(self) -> None:
         """The index keeps up with the log, so that little is left to read when a group closes."""
         while True:
             await self._packer.scan()
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self.heartbeat_s)
 
     async def watch_ranks(self, timeout_s: float) -> None:
         """Silence is a loss. Our own absence (a stopped or swapped-out process) is not theirs."""
@@ -223,9 +223,9 @@ class TrajdShell(Shell):
         checked = self.clock.now()
         self._seen |= dict.fromkeys((holder.cell for holder in held), checked)
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self.heartbeat_s)
             now = self.clock.now()
-            if now - checked > 2 * HEARTBEAT_S:
+            if now - checked > 2 * self.heartbeat_s:
                 self._seen = dict.fromkeys(self._seen, now)
             checked = now
             for cell, seen in list(self._seen.items()):
@@ -270,6 +270,7 @@ async def _serve(run: RunDir) -> None:
     cellctl = Client(run, keys, "cellctl", identity=f"trajd:trajd:{life}")
     packer = Packer(run.path("calls"), config)
     shell = TrajdShell(core, journals.Journal(path), server, cellctl, packer, life)
+    shell.heartbeat_s = config.cluster.heartbeat_s
     stop_on_signals(shell.stopping)
     server.start()
     log.info("trajd life %d listens on %s, batch %d is open", life, server.address, core.ledger.open_batch)
