@@ -6,15 +6,12 @@ that knows bytes, and a configuration in which engines and trainers only take ti
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import click
 
 from cellctl.simulate import profile as profiles
@@ -24,17 +21,36 @@ from cellctl.simulate.run import with_policy
 from cellctl.simulate.world import World, scheduler_tree
 from celld import emulate
 from gyre_base import config as configuration
-from gyre_base.clock import WallClock
-from gyre_base.config import Config, ConfigError
-from gyre_base.journal import read
+from gyre_base.config import ClusterConfig, Config, ConfigError
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
-from gyre_cli import common, quickstart, runs
-from gyre_cli.supervisor import Supervisor
+from gyre_cli import common, lived, runs
 
 CALLS = 4  # of an execution: each costs the real path once, and only at the next one can it change its engine
 TOKENS_PER_H = 128.0
+STREAM_TOKENS = 8  # every 225 s of the profile: signs of life well within the stall time
 PATIENCE_S = 60.0  # of the profile: how long a call that is open at the limit is waited for
+MICRO_STEPS = 3.0  # the longest micro-step so many times over is a stall, if that is more than the setting says
+REAL = "real"  # what it bounds takes real time here, too
+PROFILE = "profile"  # stays in the profile's seconds: engines and trainers scale it themselves
+# Every setting that is a time: scaled like the profile, but to no less than these seconds, which the machine needs.
+TIMES: dict[str, float | str] = {
+    "cluster.heartbeat_s": 0.25,  # a faster one would be a load of its own
+    "cluster.peer_timeout_s": 10.0,  # a process can wait so long for a busy core or disk
+    "cluster.stall_s": 10.0,
+    "cluster.executor_idle_s": REAL,  # of a pool in Slurm, as the next two
+    "cluster.dead_man_s": REAL,
+    "cluster.save_window_s": REAL,
+    "scheduler.stagger_s": 0.0,
+    "tasks.harness_limit_s": 0.0,
+    "tasks.open_call_s": 0.0,
+    "tasks.overall_limit_s": 60.0,  # a fault is found in real time
+    "tasks.grace_s": REAL,  # processes end here as fast as anywhere, and evaluators take as long
+    "tasks.evaluation_limit_s": REAL,
+    "tasks.progress_every_s": 0.0,
+    **dict.fromkeys(("emulate.to_train_s", "emulate.to_rollout_s", "emulate.join_s", "emulate.step_s"), PROFILE),
+    "emulate.execution_node_s": PROFILE,
+}
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n' + (messages[0].content + '\\n' if messages[0].role == 'system' else '') }}
@@ -72,7 +88,7 @@ def prepare(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour:
     groups = (work.group(task, 0, profile.group_size) for task in numbers)
     hours.write_text("".join(" ".join(f"{h:.6f}" for h in group) + "\n" for group in groups))
     tasks.write_text("".join(json.dumps(_task(task)) + "\n" for task in numbers))
-    config = configuration.from_tree(_tree(profile, arm, seed, root, seconds_per_hour))
+    config = scaled(configuration.from_tree(_tree(profile, arm, seed, root, seconds_per_hour)))
     needed = config.scheduler.steps * config.scheduler.groups_per_batch
     if needed > profile.tasks:
         raise ConfigError(f"profile {profile.name} needs {needed} tasks and has {profile.tasks}; set tasks = {needed}")
@@ -92,12 +108,13 @@ def _tree(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour: f
     tree = scheduler_tree(profile, arm, seed)
     harness = Path(emulate.__file__).with_name("harness.py")
     program = [sys.executable, "-I", "-S", str(harness), str(TOKENS_PER_H), str(CALLS), str(root / "hours")]
-    per_batch = profile.groups_per_batch * profile.group_size
+    execution_node_s = laws.train_node_h * 3600.0 / (profile.groups_per_batch * profile.group_size)
+    stall_s = max(ClusterConfig.stall_s, MICRO_STEPS * execution_node_s / min(arm.nodes))
     return {
         **tree,
-        "cluster": {**tree["cluster"], "peer_timeout_s": 10.0, "executors": 2},
+        "cluster": {**tree["cluster"], "stall_s": stall_s, "executors": 2},
         "model": {"path": str(root / "model"), "served_name": "emulated"},
-        "engine": {"kind": "emulate", "context_length": 1 << 20, "stream_interval": 1 << 20},
+        "engine": {"kind": "emulate", "context_length": 1 << 20, "stream_interval": STREAM_TOKENS},
         "emulate": {
             "time_scale": scale,
             "tokens_per_h": TOKENS_PER_H,
@@ -107,7 +124,7 @@ def _tree(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour: f
             "to_rollout_s": laws.to_rollout_s,
             "join_s": laws.join_s,
             "step_s": laws.step_s,
-            "execution_node_s": laws.train_node_h * 3600.0 / per_batch,
+            "execution_node_s": execution_node_s,
             "nodes": list(arm.nodes),
         },
         "rollout": {"max_new_tokens": 1 << 19},
@@ -115,12 +132,22 @@ def _tree(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour: f
         "tasks": {
             "train": str(root / "tasks.jsonl"),
             "harness": program,
-            "harness_limit_s": profile.durations.limit_h * seconds_per_hour,
-            "open_call_s": PATIENCE_S * scale,
+            "harness_limit_s": profile.durations.limit_h * 3600.0,
+            "open_call_s": PATIENCE_S,
             "concurrent_per_executor": 1 << 12,
             "snapshots": False,
         },
     }
+
+
+def scaled(config: Config) -> Config:
+    """The same with its times as `TIMES` says. Raises KeyError for a time that nobody has decided on."""
+    tree = dataclasses.asdict(config)
+    for dotted in configuration.keys():
+        section, _, name = dotted.partition(".")
+        if name.endswith("_s") and not isinstance(least := TIMES[dotted], str) and tree[section][name]:
+            tree[section][name] = max(least, tree[section][name] * config.emulate.time_scale)
+    return configuration.from_tree(tree)
 
 
 def write_model(folder: Path) -> None:
@@ -164,135 +191,9 @@ def run(
     words = f"{one.name}: {predicted:.2f} h by the simulator, about {predicted * seconds / 60.0:.1f} minutes here"
     click.echo(words, err=True)
     made, config = prepare(profile, one, seed, Path(root), seconds)
-    lived = live(made, config, profile.steps, one.name, lambda line: click.echo(line, err=True))
+    found = lived.live(made, config, profile.steps, one.name, lambda line: click.echo(line, err=True))
     return {
-        **dataclasses.asdict(lived),
+        **dataclasses.asdict(found),
         "predicted_hours": predicted,
         "predicted_mean_staleness": sum(world.staleness) / len(world.staleness),
     }
-
-
-# ---- a run of it ----------------------------------------------------------------------------------------------------
-
-
-class Interrupted(RuntimeError):
-    """Ended by a signal before the last measured step."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lived:
-    """What was measured of one live arm. Seconds really passed; overheads are shares of the time they lie in."""
-
-    arm: str
-    seconds: float  # from the first dispatch to the last measured step
-    hours: float  # the same in the profile's time
-    mean_staleness: float
-    switches: int
-    overhead_executions: float  # of the executions' time: not in an engine, while engines served
-    overhead_training: float  # of the micro-steps' time: not computing
-    overhead_switching: float  # of the cells' time: switches beyond what the profile says
-
-
-def live(run: RunDir, config: Config, steps: int, arm: str, say: Callable[[str], None]) -> Lived:
-    """Start everything, stop after so many optimizer steps, read what was measured. Raises RunFailed, Interrupted."""
-    watch = Watch(run, steps, arm, say)
-
-    async def serve() -> None:
-        watch.supervisor = Supervisor(run, config, watch.look)
-        await watch.supervisor.serve()
-        await asyncio.gather(*watch.asking)
-
-    asyncio.run(serve())
-    if not watch.results:
-        raise Interrupted(f"{arm}: stopped at step {watch.step} of {steps}")
-    return measure(run, config, steps, arm, watch)
-
-
-class Watch:
-    """Looks on while a run lives; asks the engines now and then what they did, and ends the run at the last step."""
-
-    supervisor: Supervisor
-
-    def __init__(self, run: RunDir, steps: int, arm: str, say: Callable[[str], None]) -> None:
-        self._run, self._steps, self._arm, self._say = run, steps, arm, say
-        self.step = -1
-        self.asking: list[asyncio.Future[None]] = []
-        self.served: list[tuple[float, float]] = []  # (when, seconds that engines had spent on requests)
-        self.results: dict[str, Any] = {}
-
-    def look(self, rows: list[dict[str, Any]]) -> None:
-        """With every status of the scheduler, about once a second."""
-        step, level = rows[0]["step"], rows[0]["water_level"]
-        if step != self.step:
-            self.step = step
-            self._say(f"{self._arm}: step {step} of {self._steps}, {level} executions in flight")
-        if not self.asking or self.asking[-1].done():
-            urls = [row["url"] for row in rows if row.get("cell") and row["url"]]
-            self.asking.append(asyncio.ensure_future(self._ask(urls, step >= self._steps)))
-
-    async def _ask(self, urls: list[str], is_last: bool) -> None:
-        try:
-            at = WallClock().now()
-            self.served.append((at, sum(await asyncio.gather(*map(request_seconds, urls)))))
-            if is_last and not self.results:
-                rows = await quickstart.rows(self._run, "cellctl", "results")
-                self.results = {row["kind"]: row["rows"] for row in rows}
-        finally:
-            if is_last:
-                self.supervisor.stopping.set()
-
-
-async def request_seconds(url: str) -> float:
-    """Seconds that an emulated engine has spent on requests, summed over requests."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
-        text = await response.text()
-    line = next(line for line in text.splitlines() if line.startswith("sglang:request_seconds_total"))
-    return float(line.split()[-1])
-
-
-def measure(run: RunDir, config: Config, steps: int, arm: str, watch: Watch) -> Lived:
-    """The figures, from the scheduler's journal and its results, and from the engines' counters."""
-    measured = watch.results["steps"][:steps]
-    ended = measured[-1]["at"]
-    until, request_s = max(pair for pair in watch.served if pair[0] <= ended)
-    began, in_flight_s = _executions(run.path("journal", "cellctl.jsonl"), until)
-    seconds = ended - began
-    scale = config.emulate.time_scale
-    computing, talking = (sum(row[name] for row in measured) for name in ("computing_s", "talking_s"))
-    turns = watch.results["switches"]
-    beyond = sum(_beyond_profile_s(turn, config) for turn in turns)
-    return Lived(
-        arm=arm,
-        seconds=seconds,
-        hours=seconds / scale / 3600.0,
-        mean_staleness=sum(row["staleness_mean"] for row in measured) / len(measured),
-        switches=len(turns),
-        overhead_executions=1.0 - request_s / in_flight_s,
-        overhead_training=talking / (computing + talking),
-        overhead_switching=beyond / (config.cluster.cells * seconds),
-    )
-
-
-def _executions(journal: Path, until: float) -> tuple[float, float]:
-    """(when the first was dispatched, their seconds from dispatch to the scheduler's note of their end)."""
-    began: dict[str, float] = {}
-    first, seconds = 0.0, 0.0
-    for entry in read(journal):
-        for command in entry.commands:
-            if command["tag"] == "execution.order":
-                began.setdefault(command["execution"], entry.at)
-                first = first or entry.at
-        if entry.at > until:
-            break
-        if entry.event["tag"] == "execution.finished" and entry.event["execution"] in began:
-            seconds += entry.at - began.pop(entry.event["execution"])
-    return first, seconds + sum(max(0.0, until - at) for at in began.values())
-
-
-def _beyond_profile_s(turn: dict[str, Any], config: Config) -> float:
-    """Of a switch: its seconds without what the profile says and without the micro-step that was in hand."""
-    laws = config.emulate
-    if turn["to"] == "train":
-        return float(turn["seconds"]) - laws.to_train_s * laws.time_scale
-    in_hand_s = float(turn["phases_s"].get("rank", 0.0))
-    return float(turn["seconds"]) - laws.to_rollout_s * laws.time_scale - in_hand_s

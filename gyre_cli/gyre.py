@@ -209,7 +209,10 @@ def report(run_dir: str | None, as_json: bool) -> None:
 @main.command()
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs are to live (default: .).")
 @click.option(
-    "--config", "config_file", default="gyre.toml", show_default=True, type=click.Path(dir_okay=False, path_type=Path)
+    "--config",
+    "config_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Configuration whose engine and tasks are looked at (default: gyre.toml, if there is one).",
 )
 @click.option("--nodes", type=click.IntRange(0), default=0, help="Ask Slurm for so many nodes for a minute.")
 @click.option("--partition", default="", help="Partition of these nodes; its settings are looked at too.")
@@ -218,7 +221,7 @@ def report(run_dir: str | None, as_json: bool) -> None:
 @click.option("--job", default="", metavar="ID", help="Look at the nodes of this running job of yours.")
 @json_option
 @guarded
-def doctor(folder: Path | None, config_file: Path, as_json: bool, **where: Any) -> None:
+def doctor(folder: Path | None, config_file: Path | None, as_json: bool, **where: Any) -> None:
     """Check this machine, Slurm's settings and the nodes, and say what to do; exit 1 if something would not work.
 
     Inside an allocation its nodes are looked at; outside, those of --job, or --nodes new ones.
@@ -299,14 +302,14 @@ def _holder(lock: Path) -> str | None:
 @guarded
 def emulate_command(run_dir: str, as_json: bool, seconds_per_hour: float, **options: Any) -> None:
     """Live a simulator profile with the real daemons in scaled time: engines and trainers only take time."""
-    from gyre_cli import emulate
+    from gyre_cli import emulate, lived
     from gyre_cli.supervisor import RunFailed
 
     try:
         row = emulate.run(run_dir, seconds=seconds_per_hour, **options)
     except RunFailed as error:
         common.fail(str(error), error.code)
-    except emulate.Interrupted as error:
+    except lived.Interrupted as error:
         common.fail(str(error), common.NO)
     common.print_json([row]) if as_json else common.print_tables([row])
 
