@@ -46,14 +46,24 @@ class Pool:
         self._due: list[tuple[float, str]] = []
         self.running: dict[str, Work] = {}
         self.held = False
+        self.slow_s = 0.0  # more for every token, for tests
         self.request_s = 0.0  # seconds of requests that were running and not held, summed over requests
         self.tokens = 0  # that left the pool
+
+    @property
+    def slots(self) -> int:
+        return self._pace.slots
 
     def advance(self, now: float) -> None:
         passed, self._now = now - self._now, now
         if passed > 0.0 and self.running and not self.held:
-            self._clock += passed * self._pace.at(len(self.running))
+            self._clock += passed * self._rate()
             self.request_s += passed * len(self.running)
+
+    def _rate(self) -> float:
+        """Tokens per second that each running request gets now."""
+        pace = self._pace.at(len(self.running))
+        return pace / (1.0 + pace * self.slow_s)
 
     def start(self, rid: str, wanted: int, every: int) -> None:
         self.running[rid] = work = Work(self._clock, wanted, max(1, every))
@@ -69,7 +79,7 @@ class Pool:
         self._forget()
         if self.held or not self._due:
             return NEVER
-        return self._now + max(0.0, self._due[0][0] - self._clock) / self._pace.at(len(self.running))
+        return self._now + max(0.0, self._due[0][0] - self._clock) / self._rate()
 
     def reports(self) -> list[tuple[str, int, bool]]:
         """(request, its tokens so far, whether these are all) of everything due; a request that has all is gone."""

@@ -12,7 +12,6 @@ import hmac
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,19 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from celld.emulate.engine import LOGPROB, RELEASABLE, Engine, Refused, Request, Times
+from celld.emulate import wire
+from celld.emulate.engine import RELEASABLE, Engine, Refused, Request, Times
 from celld.emulate.pool import Pace
+from celld.emulate.wire import BadRequest, Limits
 from gyre_base.daemon import run_main
 from gyre_base.stacks import dump_on_signal
 
+DONE = b"data: [DONE]\n\n"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY_BYTES = 32 << 20
+MAX_SLOW_S = 10.0
+MAX_FLUSH_S = 3600.0
 VERSION = "0.5.23"  # of the surface
-
-
-class BadRequest(ValueError):
-    """Becomes a 400 with this message."""
 
 
 def reply(body: Any, status: int = 200) -> web.Response:
@@ -45,8 +45,8 @@ def refusal(message: str, status: int = 400) -> web.Response:
 class Server:
     """Handlers over one engine."""
 
-    def __init__(self, engine: Engine, *, name: str, context_length: int, admin_key: str | None) -> None:
-        self._engine, self._name, self._context, self._key = engine, name, context_length, admin_key
+    def __init__(self, engine: Engine, *, name: str, limits: Limits, admin_key: str | None) -> None:
+        self._engine, self._name, self._limits, self._key = engine, name, limits, admin_key
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -56,6 +56,7 @@ class Server:
             "/model_info": (self.model_info, False),
             "/server_info": (self.server_info, False),
             "/v1/loads": (self.loads, False),
+            "/v1/models": (self.models, False),
             "/metrics": (self.metrics, False),
             "/abort_request": (self.abort, True),
             "/pause_generation": (self.pause, True),
@@ -66,6 +67,9 @@ class Server:
             "/begin_weight_update": (self.begin, True),
             "/end_weight_update": (self.end, True),
             "/update_weights_from_disk": (self.update, True),
+            "/update_weight_version": (self.rename, True),
+            "/weights_checker": (self.checksums, True),
+            "/slow_down": (self.slow_down, True),
         }
         for path, (handler, is_control) in routes.items():
             for method in ("GET", "POST"):
@@ -89,12 +93,18 @@ class Server:
     # ---- generation -------------------------------------------------------------------------------------------------
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        body = await _object(http)
-        request = self._request(body)
+        body = await _json(http)
+        streams = isinstance(body, dict) and body.get("stream") is True
+        try:
+            request = wire.parse(body, self._limits)
+            if request.rid in self._engine.requests:
+                raise BadRequest(f"Duplicate request ID detected: {request.rid}")
+        except BadRequest as error:
+            return await _error_stream(http, str(error)) if streams else refusal(str(error))
         logprobs = bool(body.get("return_logprob"))
         self._engine.submit(request)
         try:
-            if body.get("stream") is True:
+            if streams:
                 return await self._stream(http, request, logprobs)
             while request.finish is None:
                 await request.news.wait()
@@ -103,52 +113,21 @@ class Server:
         finally:
             self._engine.forget(request)
 
-    def _request(self, body: dict[str, Any]) -> Request:
-        ids, params = body.get("input_ids"), body.get("sampling_params") or {}
-        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-            raise BadRequest("input_ids must be a non-empty list of token ids")
-        rid = body.get("rid") or uuid.uuid4().hex
-        if rid in self._engine.requests:
-            raise BadRequest(f"Duplicate request ID detected: {rid}")
-        wanted = params.get("max_new_tokens") or 128
-        if len(ids) + wanted > self._context:
-            raise BadRequest(
-                f"Requested token count exceeds the model's maximum context length of {self._context} tokens."
-            )
-        return Request(rid=rid, prompt=ids, wanted=wanted, every=params.get("stream_interval") or 1 << 30)
-
     async def _stream(self, http: web.Request, request: Request, logprobs: bool) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(http)
+        response = await _event_stream(http)
         while True:
             await request.news.wait()
             request.news.clear()
             last = request.finish is not None
             chunk = b"data: " + orjson.dumps(self._chunk(request, logprobs)) + b"\n\n"
             if last:
-                await response.write(chunk + b"data: [DONE]\n\n")
+                await response.write(chunk + DONE)
                 await response.write_eof()
                 return response
             await response.write(chunk)
 
     def _chunk(self, request: Request, logprobs: bool) -> dict[str, Any]:
-        """Ids and logprobs since the last chunk; counts are totals."""
-        engine, start, stop = self._engine, request.sent, request.tokens
-        request.sent = stop
-        ids = request.ids(start, stop)
-        meta: dict[str, Any] = {
-            "id": request.rid,
-            "finish_reason": request.finish,
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": stop,
-            "cached_tokens": 0,
-            "weight_version": engine.version,
-        }
-        if logprobs:
-            meta["output_token_logprobs"] = [[LOGPROB, token, None] for token in ids]
-        if request.finish is not None:
-            meta["weight_versions"] = [{"version": engine.version, "start": 0, "end": stop}] if stop else []
-        return {"output_ids": ids, "meta_info": meta}
+        return wire.chunk(request, self._engine.weights.version, logprobs)
 
     async def abort(self, http: web.Request) -> web.Response:
         body = await _object(http)
@@ -173,7 +152,11 @@ class Server:
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush(self, http: web.Request) -> web.Response:
-        self._engine.must_be_idle("flush")
+        try:
+            wait_s = min(float(http.query.get("timeout", "0")), MAX_FLUSH_S)
+        except ValueError as error:
+            raise BadRequest("timeout must be a number of seconds") from error
+        await self._engine.flush(wait_s)
         return web.Response(text="Cache flushed.\n")
 
     async def release(self, http: web.Request) -> web.Response:
@@ -197,8 +180,32 @@ class Server:
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str) or not path:
             raise BadRequest("model_path must be a directory")
-        await self._engine.update_weights(Path(path), version)
+        flush = body.get("flush_cache", True) is not False
+        await self._engine.update_weights(Path(path), version, flush=flush)
         return reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+    async def rename(self, http: web.Request) -> web.Response:
+        """As the real engine: everything in flight is aborted unless told not to."""
+        body = await _object(http)
+        version = body.get("new_version")
+        if not isinstance(version, str) or not version:
+            raise BadRequest("new_version must be a string")
+        if body.get("abort_all_requests", True) is not False:
+            self._engine.abort(list(self._engine.requests))
+        self._engine.rename(version)
+        return reply({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+
+    async def checksums(self, http: web.Request) -> web.Response:
+        sums = {"weights": f"{self._engine.weights.check:08x}"}
+        return reply({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
+
+    async def slow_down(self, http: web.Request) -> web.Response:
+        """Sleep so many seconds before every token; null or 0 ends it. For tests."""
+        sleep_s = (await _object(http)).get("forward_sleep_time") or 0.0
+        if not isinstance(sleep_s, int | float) or not 0 <= sleep_s <= MAX_SLOW_S:
+            raise BadRequest(f"forward_sleep_time must be a number of seconds up to {MAX_SLOW_S:g}")
+        self._engine.slow_down(float(sleep_s))
+        return reply(None)
 
     # ---- information ------------------------------------------------------------------------------------------------
 
@@ -209,18 +216,19 @@ class Server:
         engine = self._engine
         return reply(
             {
-                "model_path": str(engine.model),
+                "model_path": str(engine.weights.model),
                 "served_model_name": self._name,
                 "is_generation": True,
-                "weight_version": engine.version,
+                "weight_version": engine.weights.version,
             }
         )
 
     async def server_info(self, http: web.Request) -> web.Response:
         return reply(
             {
-                "model_path": str(self._engine.model),
-                "context_length": self._context,
+                "model_path": str(self._engine.weights.model),
+                "context_length": self._limits.context_length,
+                "max_running_requests": self._engine.pool.slots,  # more run, too, and slower
                 "version": VERSION,
                 "engine": "emulate",
                 "incremental_streaming_output": True,
@@ -228,6 +236,10 @@ class Server:
                 "enable_memory_saver": True,
             }
         )
+
+    async def models(self, http: web.Request) -> web.Response:
+        card = {"id": self._name, "object": "model", "max_model_len": self._limits.context_length}
+        return reply({"object": "list", "data": [card]})
 
     async def loads(self, http: web.Request) -> web.Response:
         engine = self._engine
@@ -256,11 +268,27 @@ class Server:
         return web.Response(text="\n".join(lines) + "\n")
 
 
-async def _object(http: web.Request) -> dict[str, Any]:
+async def _event_stream(http: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    return response
+
+
+async def _error_stream(http: web.Request, message: str) -> web.StreamResponse:
+    """What the real engine answers to a stream that it can't begin: 200, and an event that says why."""
+    event = orjson.dumps({"error": {"message": message, "type": "invalid_request_error", "code": 400}})
+    return web.Response(body=b"data: " + event + b"\n\n" + DONE, content_type="text/event-stream")
+
+
+async def _json(http: web.Request) -> Any:
     try:
-        body = orjson.loads(await http.read())
+        return orjson.loads(await http.read())
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
+
+
+async def _object(http: web.Request) -> dict[str, Any]:
+    body = await _json(http)
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body
@@ -305,7 +333,9 @@ async def serve(args: argparse.Namespace) -> None:
     times = Times(release_s=args.release_s, update_s=args.update_s)
     engine = Engine(pace, times, model=args.model, version=args.weight_version)
     key = args.admin_api_key_file.read_text().strip() if args.admin_api_key_file else None
-    server = Server(engine, name=args.served_model_name, context_length=args.context_length, admin_key=key)
+    vocab_size = int(orjson.loads((args.model / "config.json").read_bytes()).get("vocab_size", 0))
+    limits = Limits(vocab_size=vocab_size, context_length=args.context_length)
+    server = Server(engine, name=args.served_model_name, limits=limits, admin_key=key)
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -329,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
         dump_on_signal(open(args.stacks_file, "a"))  # noqa: SIM115 - for the life of the process
     try:
         run_main(lambda: serve(args))
-    except OSError as error:
+    except (OSError, Refused) as error:
         print(f"emulated engine: {error}", file=sys.stderr)
         return 4
     return 0

@@ -1,5 +1,6 @@
-"""Engines for the contract suite: two tiny ones, or with `GYRE_ENGINE=sglang` two real ones (`make test-sglang`), which
-run in the environment of the interpreter `GYRE_SGLANG_PYTHON`."""
+"""Engines for the contract suite: two tiny ones, then two emulated ones; or with `GYRE_ENGINE=sglang` two real ones
+(`make test-sglang`), which run in the environment of the interpreter `GYRE_SGLANG_PYTHON`.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +34,43 @@ def reference(models: tuple[Path, Path]) -> TinyQwen3:
     return load(models[0]).eval()
 
 
+KINDS = ["sglang"] if os.environ.get("GYRE_ENGINE") == "sglang" else ["tiny", "emulate"]
+OWN = {
+    "tiny": ("--max-running-requests", "48"),
+    "emulate": ("--slots", "48", "--tokens-per-s", "400"),
+}
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
-def urls(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def urls(kind: str, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Base URLs of two engines that serve the first model."""
-    if os.environ.get("GYRE_ENGINE") == "sglang":
+    if kind == "sglang":
         python = os.environ["GYRE_SGLANG_PYTHON"]
         with sglang_pair(python, models[0], tmp_path_factory.mktemp("sglang")) as pair:
             yield pair
         return
-    options = ("--weight-version", "0.0", "--context-length", "1024", "--max-running-requests", "48")
-    with EngineProcess(models[0], *options) as first_engine, EngineProcess(models[0], *options) as second_engine:
+    options = ("--weight-version", "0.0", "--context-length", "1024", *OWN[kind])
+    module = f"celld.{kind}.server"
+    with (
+        EngineProcess(models[0], *options, module=module) as first_engine,
+        EngineProcess(models[0], *options, module=module) as second_engine,
+    ):
         yield first_engine.url, second_engine.url
 
 
 @pytest.fixture
-async def engine(urls: tuple[str, str], models: tuple[Path, Path]) -> AsyncIterator[Caller]:
+async def engine(
+    kind: str, urls: tuple[str, str], models: tuple[Path, Path], request: pytest.FixtureRequest
+) -> AsyncIterator[Caller]:
     """The first engine, in its first state: serving the first model as 0.0 with an empty cache."""
+    needed = request.node.get_closest_marker("needs_a_model")
+    if needed and kind == "emulate":
+        pytest.skip(f"the emulated engine has no model: {needed.args[0]}")
     async with Caller(urls[0]) as caller:
         await caller.reset(models[0])
         yield caller

@@ -22,14 +22,14 @@ SGLANG_START_S = 600.0  # three processes that import torch; the first start als
 class EngineProcess:
     """Started on a free port when entered; `url` is its base URL."""
 
-    def __init__(self, model: Path, *options: str) -> None:
-        self.model, self.options = model, options
+    def __init__(self, model: Path, *options: str, module: str = "celld.tiny.server") -> None:
+        self.model, self.options, self._module = model, options, module
         self.url = ""
 
     def __enter__(self) -> EngineProcess:
         self._folder = tempfile.TemporaryDirectory()
         port_file = Path(self._folder.name) / "port"
-        command = [sys.executable, "-m", "celld.tiny.server", "--model", str(self.model), "--port-file", str(port_file)]
+        command = [sys.executable, "-m", self._module, "--model", str(self.model), "--port-file", str(port_file)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen([*command, *self.options], stdout=subprocess.DEVNULL, env=environment)
         deadline = time.monotonic() + START_S

@@ -28,6 +28,9 @@ def only_tiny(why: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(REAL, reason=why)
 
 
+needs_a_model = pytest.mark.needs_a_model  # what the emulated engine has not: skipped there, with the reason
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(2, 300) for _ in range(length)]
@@ -79,6 +82,7 @@ async def test_chunks_are_increments_and_add_up_to_the_whole_answer(engine: Call
     assert parts[-1]["meta_info"]["weight_versions"] == [{"version": "0.0", "start": 0, "end": 50}]
 
 
+@needs_a_model("logprobs and cached prefixes")
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 async def test_logprobs_are_those_of_a_full_forward_pass(engine: Caller, reference: TinyQwen3, temperature: float):
     ids = prompt(40, seed=3)
@@ -90,6 +94,7 @@ async def test_logprobs_are_those_of_a_full_forward_pass(engine: Caller, referen
     assert worst(reference, again, answer, temperature or 1.0) <= 1e-4
 
 
+@needs_a_model("likely tokens")
 async def test_greedy_takes_the_most_likely_token(engine: Caller, reference: TinyQwen3):
     ids = prompt(20, seed=5)
     answer = await engine.generate(ids, max_new_tokens=30)
@@ -98,6 +103,7 @@ async def test_greedy_takes_the_most_likely_token(engine: Caller, reference: Tin
     assert logits.argmax(dim=-1).tolist() == answer["output_ids"]
 
 
+@needs_a_model("it takes as many tokens as were asked for")
 async def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Caller):
     ids = prompt(8, seed=6)
     free = (await engine.generate(ids, max_new_tokens=20))["output_ids"]
@@ -107,6 +113,7 @@ async def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Caller):
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
+@needs_a_model("it samples nothing")
 @only_tiny("SGLang heeds sampling_seed only with --enable-deterministic-inference, which costs speed")
 async def test_a_seed_fixes_the_sample_whatever_runs_beside_it(engine: Caller):
     ids = prompt(10, seed=7)
@@ -120,6 +127,7 @@ async def test_a_seed_fixes_the_sample_whatever_runs_beside_it(engine: Caller):
     assert busy["output_ids"] == alone["output_ids"] != other["output_ids"]
 
 
+@needs_a_model("it samples nothing")
 async def test_samples_follow_the_model_distribution(engine: Caller, reference: TinyQwen3):
     ids = prompt(6, seed=8)
     answers = await asyncio.gather(*(engine.generate(ids, temperature=0.5, max_new_tokens=1) for _ in range(600)))
@@ -132,6 +140,7 @@ async def test_samples_follow_the_model_distribution(engine: Caller, reference: 
     assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 8
 
 
+@needs_a_model("logprobs")
 async def test_forty_requests_at_once_all_match_the_full_forward_pass(engine: Caller, reference: TinyQwen3):
     prompts = [prompt(5 + 7 * i % 90, seed=i) for i in range(40)]
     answers = await asyncio.gather(
@@ -393,6 +402,7 @@ async def test_a_failed_update_leaves_weights_and_version_as_they_were(engine: C
     assert await engine.control.checksums() == sums
 
 
+@needs_a_model("keys and values")
 async def test_a_salt_keeps_an_updated_engine_from_reusing_old_keys_and_values(
     engine: Caller, models: tuple[Path, Path]
 ):
