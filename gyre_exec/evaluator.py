@@ -22,11 +22,12 @@ from pathlib import Path
 from gyre_exec import child as children
 from gyre_exec.events import Evaluated
 from gyre_exec.harness import PATH
+from gyre_exec.restless import remove_tree
 from gyre_exec.rulers import Evaluator, bases, fill
 from gyre_exec.score import BadScore, Reading, read_junit, read_reward, read_score
 from gyre_exec.states import StateError, copy_state
 from gyre_exec.tasks import Task
-from gyre_exec.workspace import MARK, CommandLine, Plain, Workspace, WorkspaceError, remove_tree, write_files
+from gyre_exec.workspace import MARK, CommandLine, Plain, Workspace, WorkspaceError, write_files
 
 MAX_PRINTED_BYTES = 64 << 10
 TOLERANT = frozenset({"junit", "harbor"})  # failing tests end these with a code of their own; the report decides

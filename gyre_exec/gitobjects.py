@@ -23,6 +23,10 @@ class SnapshotError(Exception):
     """It can't be kept, or what was kept can't be read."""
 
 
+class FileChanged(OSError):
+    """Somebody writes to a file that is being kept."""
+
+
 class Objects:
     """The objects of one repository."""
 
@@ -40,18 +44,17 @@ class Objects:
         self._store(oid, head, (body,))
         return oid
 
-    def write_file(self, path: str, size: int) -> str:
-        """The blob of a regular file, through no link. Raises OSError, also if it is not `size` bytes long."""
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
-            if size <= CHUNK_BYTES:
-                return self.write(b"blob", b"".join(_exactly(file, size)))
-            head = b"blob %d\0" % size
-            digest = hashlib.sha1(head, usedforsecurity=False)
-            for chunk in _exactly(file, size):
-                digest.update(chunk)
-            file.seek(0)
-            self._store(digest.hexdigest(), head, _exactly(file, size))
-            return digest.hexdigest()
+    def write_file(self, file: IO[bytes], size: int) -> str:
+        """The blob of an open file's first `size` bytes. Raises OSError, FileChanged if they are fewer or change."""
+        if size <= CHUNK_BYTES:
+            return self.write(b"blob", b"".join(_exactly(file, size)))
+        head = b"blob %d\0" % size
+        digest = hashlib.sha1(head, usedforsecurity=False)
+        for chunk in _exactly(file, size):
+            digest.update(chunk)
+        file.seek(0)
+        self._store(digest.hexdigest(), head, _unchanged(_exactly(file, size), head, digest.digest()))
+        return digest.hexdigest()
 
     def _store(self, oid: str, head: bytes, chunks: Iterable[bytes]) -> None:
         place = self.place(oid)
@@ -119,11 +122,21 @@ def _content(file: IO[bytes], oid: str) -> Iterator[bytes]:
 
 
 def _exactly(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """Raises OSError if the file is shorter than it was."""
+    """Raises FileChanged if the file is shorter than it was."""
     left = size
     while left:
         chunk = file.read(min(CHUNK_BYTES, left))
         if not chunk:
-            raise OSError("it became shorter while it was kept")
+            raise FileChanged("it became shorter while it was kept")
         left -= len(chunk)
         yield chunk
+
+
+def _unchanged(chunks: Iterable[bytes], head: bytes, digest: bytes) -> Iterator[bytes]:
+    """Raises FileChanged at the end if they are not those of `digest`."""
+    again = hashlib.sha1(head, usedforsecurity=False)
+    for chunk in chunks:
+        again.update(chunk)
+        yield chunk
+    if again.digest() != digest:
+        raise FileChanged("it changed while it was kept")

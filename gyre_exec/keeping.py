@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +19,7 @@ import zstandard
 from gyre_base import messages as m
 from gyre_base import wire
 from gyre_exec import child as children
-from gyre_exec.workspace import remove_tree
+from gyre_exec.restless import open_plainly, remove_tree
 
 log = logging.getLogger(__name__)
 KEPT = {"stdout": "stdout", "stderr": "stderr", "transcript.json": "harness/transcript.json"}  # name -> where it is
@@ -83,18 +82,6 @@ def read(folder: Path, name: str, limit: int = 64 << 20) -> bytes:
                 with zstandard.ZstdDecompressor().stream_reader(file) as stream:
                     return stream.read(limit)
     return b""
-
-
-def open_plainly(path: Path) -> IO[bytes] | None:
-    """A regular file, through no link; None if there is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        return None
-    return os.fdopen(descriptor, "rb")
 
 
 def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:

@@ -5,7 +5,8 @@
 What is equal is stored once, whoever left it: a group shares its start, and every file that two members left alike. No
 git process runs per execution, and no rule of the workspace's own (.gitignore, filters, nested repositories) changes
 what is kept. A name that git can't hold, `.git`, is kept as `%2Egit` (and `%2E`, `%25` at the beginning of a name as
-`%252E`, `%2525`). Files with their x bit, links and directories are kept; sockets, pipes and devices are not.
+`%252E`, `%2525`). Files with their x bit, links and directories are kept; sockets, pipes and devices are not, nor what
+is nested absurdly deep.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_exec.gitobjects import Objects, SnapshotError
+from gyre_exec.gitobjects import FileChanged, Objects, SnapshotError
+from gyre_exec.restless import LEFT_OUT, listed, open_plainly, too_deep
 
 FOLDER = "workspaces.git"
 CONFIG = "[core]\n\trepositoryformatversion = 0\n\tbare = true\n[gc]\n\tauto = 0\n"
 WHO = b"gyre <gyre@localhost> 0 +0000"  # a fixed time: equal starts are one commit
+TRIES = 5  # at a file that somebody writes to
 TREE, LINK, FILE, PROGRAM = b"40000", b"120000", b"100644", b"100755"
 
 
@@ -83,7 +86,7 @@ class Store:
     def _commit(self, folder: Path, parent: str, message: str, limit_bytes: int) -> str:
         try:
             self._make()
-            tree = self._tree(str(folder), Room(limit_bytes))
+            tree = self._tree(folder, None, Room(limit_bytes), "")
             lines = [b"tree " + tree.encode()] + ([b"parent " + parent.encode()] if parent else [])
             lines += [b"author " + WHO, b"committer " + WHO, b"", message.encode() + b"\n"]
             return self.objects.write(b"commit", b"\n".join(lines))
@@ -98,29 +101,51 @@ class Store:
             _write(self.root / "config", CONFIG.encode())
             _write(self.root / "HEAD", b"ref: refs/heads/none\n")
 
-    def _tree(self, folder: str, room: Room) -> str:
-        with os.scandir(folder) as found:
-            entries = [entry for item in found if (entry := self._entry(item, room)) is not None]
+    def _tree(self, name: str | Path, above: int | None, room: Room, inside: str) -> str:
+        """`above`: descriptor of the directory in which `name` is. `inside`: its path in the workspace."""
+        with listed(name, above) as (here, found):
+            entries = [entry for item in found if (entry := self._entry(item, here, room, inside)) is not None]
         entries.sort(key=lambda e: e.name + b"/" if e.mode == TREE else e.name)
         body = b"".join(b"%s %s\0%s" % (e.mode, e.name, bytes.fromhex(e.oid)) for e in entries)
         return self.objects.write(b"tree", body)
 
-    def _entry(self, item: os.DirEntry[str], room: Room) -> Entry | None:
-        """None for what is not kept. What we may not read (the agent closed it) was not left for us."""
+    def _entry(self, item: os.DirEntry[str], here: int, room: Room, inside: str) -> Entry | None:
+        """None for what is not kept. What we may not read (the agent closed it) was not left for us, and what is gone
+        when we come to it is as gone as if it had been so before.
+        """
         try:
             found = item.stat(follow_symlinks=False)
             name = _quoted(os.fsencode(item.name))
             if stat.S_ISDIR(found.st_mode):
-                return Entry(TREE, name, self._tree(item.path, room))
+                below = f"{inside}{item.name}/"
+                return None if too_deep(below) else Entry(TREE, name, self._tree(item.name, here, room, below))
             if stat.S_ISLNK(found.st_mode):
-                target = os.fsencode(Path(item.path).readlink())
+                target = os.fsencode(os.readlink(item.name, dir_fd=here))
                 return Entry(LINK, name, self.objects.write(b"blob", target))
             if stat.S_ISREG(found.st_mode):
+                return self._file(item.name, here, name, room)
+        except OSError as error:
+            if error.errno not in LEFT_OUT:
+                raise
+        return None
+
+    def _file(self, item: str, here: int, name: bytes, room: Room) -> Entry | None:
+        """As it is at one moment, or half way through a change that does not end."""
+        file = open_plainly(item, here)
+        if file is None:
+            return None
+        with file:
+            for tries in range(TRIES):
+                found = os.fstat(file.fileno())
                 room.take(found.st_size)
                 mode = PROGRAM if found.st_mode & 0o100 else FILE
-                return Entry(mode, name, self.objects.write_file(item.path, found.st_size))
-        except PermissionError:
-            pass
+                try:
+                    return Entry(mode, name, self.objects.write_file(file, found.st_size))
+                except FileChanged:
+                    if tries == TRIES - 1:
+                        raise
+                    room.take(-found.st_size)
+                    file.seek(0)
         return None
 
     # ---- read -----------------------------------------------------------------------------------------------------

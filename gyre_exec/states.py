@@ -4,6 +4,7 @@ another one sees.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -12,7 +13,10 @@ from pathlib import Path
 
 from gyre_base.rundir import RunDir
 from gyre_exec.gitobjects import SnapshotError
+from gyre_exec.restless import LEFT_OUT, listed, open_plainly, too_deep
 from gyre_exec.snapshot import FOLDER, Change, Entry, Store
+
+COPY_BYTES = 1 << 20
 
 
 class StateError(Exception):
@@ -76,32 +80,47 @@ def find(run: RunDir, execution: str) -> Kept | None:
 def copy_state(source: Path, target: Path) -> None:
     """Files, directories and links (as links, never followed); sockets, pipes and devices stay behind.
 
-    A file that can't be read is left out (the agent chose its mode), and so is one that vanishes meanwhile. Raises
-    StateError if there is no such directory.
+    What can't be read is left out (the agent chose its mode), and so is what vanishes meanwhile or is too deep,
+    as in a snapshot. Raises StateError if there is no such directory, OSError if the copy can't be written.
     """
     if not source.is_dir() or source.is_symlink():
         raise StateError(f"no workspace is kept at {source}")
     target.mkdir(parents=True, mode=0o700)
-    _copy_folder(source, target)
+    _copy_folder(source, None, target, "")
 
 
-def _copy_folder(source: Path, target: Path) -> None:
-    pending = [(source, target)]
-    while pending:
-        here, there = pending.pop()
-        try:
-            entries = list(os.scandir(here))
-        except (PermissionError, FileNotFoundError):
-            continue
-        for entry in entries:
-            copy = there / entry.name
-            if entry.is_symlink():
-                copy.symlink_to(Path(entry.path).readlink())
-            elif entry.is_dir(follow_symlinks=False):
-                copy.mkdir(mode=0o700)
-                pending.append((here / entry.name, copy))
-            elif stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
-                try:
-                    shutil.copy2(entry.path, copy, follow_symlinks=False)
-                except (PermissionError, FileNotFoundError):
-                    continue
+def _copy_folder(name: str | Path, above: int | None, target: Path, inside: str) -> None:
+    """`above`: descriptor of the directory in which `name` is. `inside`: its path in the workspace."""
+    try:
+        with listed(name, above) as (here, entries):
+            for entry in entries:
+                _copy(entry, here, target / entry.name, inside)
+    except OSError as error:
+        if error.errno not in LEFT_OUT:
+            raise
+
+
+def _copy(entry: os.DirEntry[str], here: int, copy: Path, inside: str) -> None:
+    """One entry of the directory `here`. Nothing where it vanishes or becomes something else meanwhile."""
+    if entry.is_symlink():
+        with contextlib.suppress(OSError):  # no link any more
+            copy.symlink_to(os.readlink(entry.name, dir_fd=here))
+    elif entry.is_dir(follow_symlinks=False):
+        below = f"{inside}{entry.name}/"
+        if not too_deep(below):
+            copy.mkdir(mode=0o700)
+            _copy_folder(entry.name, here, copy, below)
+    elif entry.is_file(follow_symlinks=False):
+        _copy_file(entry.name, here, copy)
+
+
+def _copy_file(name: str, here: int, copy: Path) -> None:
+    """With its mode and times."""
+    file = open_plainly(name, here)
+    if file is not None:
+        with file:
+            with open(copy, "wb") as out:
+                shutil.copyfileobj(file, out, COPY_BYTES)
+            found = os.fstat(file.fileno())
+            os.chmod(copy, stat.S_IMODE(found.st_mode))
+            os.utime(copy, ns=(found.st_atime_ns, found.st_mtime_ns))

@@ -11,15 +11,13 @@ path that leads out; never follows a link that the agent left.
 
 from __future__ import annotations
 
-import os
-import shutil
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_exec.fields import path_problem
+from gyre_exec.restless import remove_tree
 from gyre_exec.tasks import Task
 
 MARK = "GYRE_FOLDER"  # in the environment of the processes around a sandbox, not of those in it
@@ -176,18 +174,3 @@ def write_files(root: Path, files: Mapping[str, str]) -> None:
             made.add(parent)
         with open(target, "wb") as file:
             file.write(text.encode("utf-8", "surrogateescape"))
-
-
-def remove_tree(path: Path) -> None:
-    """Gone, whatever modes the agent set. A link is removed, not followed. Raises OSError if it can't be done."""
-    if not os.path.lexists(path):
-        return
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return
-    try:
-        shutil.rmtree(path)
-    except OSError:
-        for folder, _, _ in os.walk(path):  # a directory without write permission: open it, then once more
-            os.chmod(folder, stat.S_IRWXU)
-        shutil.rmtree(path)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gyre_exec import tasks
 from gyre_exec.fields import TaskError, path_problem
 from gyre_exec.rulers import Evaluator, bases, fill
-from gyre_exec.workspace import Plain, WorkspaceError, remove_tree, write_files
+from gyre_exec.workspace import Plain, WorkspaceError, write_files
 
 GOOD: dict[str, Any] = {
     "id": "t-1",
@@ -311,6 +311,7 @@ def test_an_accepted_path_stays_below_the_directory(path: str) -> None:
         max_size=5,
     )
 )
+@settings(deadline=None)
 def test_files_come_back_as_written(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("w")
     try:
@@ -320,16 +321,3 @@ def test_files_come_back_as_written(files: dict[str, str], tmp_path_factory: pyt
     write_files(root, files)
     found = {p.relative_to(root).as_posix(): p.read_bytes().decode() for p in root.rglob("*") if p.is_file()}
     assert found == files
-
-
-def test_removal_copes_with_locked_directories_and_follows_no_link(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "precious").write_text("x")
-    place = tmp_path / "place"
-    (place / "locked/deep").mkdir(parents=True)
-    (place / "link").symlink_to(outside)
-    (place / "locked").chmod(0o000)
-    remove_tree(place)
-    remove_tree(place)
-    assert not place.exists() and (outside / "precious").exists()
