@@ -104,8 +104,3 @@ def test_xml_calls_have_the_types_of_their_schema() -> None:
 def test_what_is_no_xml_call_stays_text(body: str) -> None:
     parsed = family_of("<tool_call> <function=").calls(f"<tool_call>{body}</tool_call>", "c")
     assert (parsed.spoken.calls, parsed.ill_formed) == ((), 1) and body in parsed.spoken.text
-
-
-def test_an_unknown_family_names_those_that_are() -> None:
-    with pytest.raises(ValueError, match="qwen3-coder, qwen3, chatml, or auto"):
-        family_of("", "qwen9")
