@@ -5,8 +5,8 @@ too. Invariant: a snapshot that leaves `Transport.pull` has the digest that its 
 `write_hf` or `write_directory` made is whole, whatever dies in between. Everything is pulled: nobody writes into
 another cell.
 
-`Transport` is the seam: `MooncakeTransport` reads from the core's slots, `SocketTransport` is the plain one over the
-bus, its fallback, and its oracle in tests.
+`Transport` is the seam: `SlotTransport` reads from the core's slots (Mooncake or plain sockets), `BusTransport` is the
+one over the bus, its fallback, and its oracle in tests.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from safetensors.numpy import save as safetensors_bytes
 
 from celld.transfer.bulk import Bulk
 from celld.transfer.engine import TransferFailed
+from celld.transfer.shelf import chunk_digests
 from gyre_base.bus import Client
 from gyre_base.keys import Keys
 from gyre_base.messages import PullWeights, Refused, WeightsSnapshot
@@ -47,19 +48,31 @@ class WeightsError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The weights of one policy version; immutable."""
+    """The weights of one policy version; immutable. `chunks` are the digests of the payload's chunks."""
 
     version: str
     layout: Layout
     digest: str
-    payload: bytes
+    payload: bytes  # or, out of a slot, a read-only view of memory that is not written while it lives
+    chunks: tuple[int, ...]
 
     @classmethod
     def of(cls, version: str, tensors: Mapping[str, Array]) -> Snapshot:
         """A copy of `tensors`, in their order."""
         layout = tuple((name, tuple(int(n) for n in tensor.shape)) for name, tensor in tensors.items())
         payload = b"".join(np.ascontiguousarray(tensor, dtype="<f4").tobytes() for tensor in tensors.values())
-        return cls(version, layout, digest(version, layout, payload), payload)
+        chunks = chunk_digests(payload)
+        return cls(version, layout, digest(version, layout, chunks), payload, chunks)
+
+    @classmethod
+    def received(cls, answer: WeightsSnapshot, chunks: tuple[int, ...] | None = None) -> Snapshot | None:
+        """What came, or None if it is not what was published. `chunks`: digests that the payload was checked against
+        as it came."""
+        found = chunk_digests(answer.payload) if chunks is None else chunks
+        size = 4 * sum(int(np.prod(shape, dtype=np.int64)) for _, shape in answer.layout)
+        if len(answer.payload) != size or digest(answer.version, answer.layout, found) != answer.digest:
+            return None
+        return cls(answer.version, answer.layout, answer.digest, answer.payload, found)
 
     def tensors(self) -> dict[str, Array]:
         """Read-only views by name."""
@@ -69,9 +82,6 @@ class Snapshot:
             views[name] = np.frombuffer(self.payload, dtype="<f4", count=count, offset=at).reshape(shape)
             at += 4 * count
         return views
-
-    def is_whole(self) -> bool:
-        return digest(self.version, self.layout, self.payload) == self.digest
 
     def write_hf(self, directory: str | Path, config: dict[str, Any]) -> Path:
         """A Hugging Face directory for an engine, whole or not there. One that is there already is left alone."""
@@ -99,14 +109,14 @@ class Transport(Protocol):
 
 def transport_to(run: RunDir, keys: Keys, source: str, bulk: Bulk | None) -> Transport:
     """How this process gets the weights of `source`."""
-    plain = SocketTransport(run, keys, source)
-    return plain if bulk is None else MooncakeTransport(run, keys, source, bulk, plain)
+    plain = BusTransport(run, keys, source)
+    return plain if bulk is None else SlotTransport(run, keys, source, bulk, plain)
 
 
-class SocketTransport:
-    """Over the bus, in one message. Every pull carries the digest and is checked."""
+class BusTransport:
+    """Over the bus, in one message, encrypted. Every pull carries the digest and is checked."""
 
-    name = "socket"
+    name = "bus"
 
     def __init__(self, run: RunDir, keys: Keys, source: str) -> None:
         self._client = Client(run, keys, source)
@@ -118,8 +128,7 @@ class SocketTransport:
                 raise WeightsError(f"{self._client.server} gives no weights: {answer.why}")
             if answer.version == have and not answer.payload:
                 return None
-            snapshot = Snapshot(answer.version, answer.layout, answer.digest, answer.payload)
-            if snapshot.is_whole():
+            if snapshot := Snapshot.received(answer):
                 return snapshot
         raise WeightsError(f"the weights of {self._client.server} arrived damaged {PULL_TRIES} times")
 
@@ -127,27 +136,27 @@ class SocketTransport:
         self._client.close()
 
 
-class MooncakeTransport:
-    """One-sided reads from a slot of the core; chunks that did not change since the last pull are not read again."""
+class SlotTransport:
+    """Reads from a slot of the core; chunks that did not change since the last pull are not read again."""
 
-    def __init__(self, run: RunDir, keys: Keys, source: str, bulk: Bulk, plain: SocketTransport) -> None:
+    def __init__(self, run: RunDir, keys: Keys, source: str, bulk: Bulk, plain: BusTransport) -> None:
         self._client, self._bulk, self._plain = Client(run, keys, source), bulk, plain
         self.name = bulk.name
 
     async def pull(self, have: str, timeout_s: float) -> Snapshot | None:
-        question = PullWeights(have=have, by="mooncake")
+        question = PullWeights(have=have, by=self._bulk.kind)
         answer = await self._client.ask(question, timeout_s=timeout_s, again_every_s=timeout_s / 3)
         if isinstance(answer, Refused):
             raise WeightsError(f"{self._client.server} gives no weights: {answer.why}")
-        if answer.version == have and answer.slot is None:
+        if answer.version == have and answer.slot is None and not answer.payload:
             return None
+        chunks = answer.slot.digests if answer.slot is not None else None  # none: its owner has another engine
         try:
             answer = await self._bulk.filled(answer, self._client)
         except TransferFailed as error:
             log.error("%s; these weights come over the bus", error)
             return await self._plain.pull(have, timeout_s)
-        snapshot = Snapshot(answer.version, answer.layout, answer.digest, answer.payload)
-        return snapshot if snapshot.is_whole() else await self._plain.pull(have, timeout_s)
+        return Snapshot.received(answer, chunks) or await self._plain.pull(have, timeout_s)
 
     def close(self) -> None:
         self._client.close()
@@ -163,7 +172,7 @@ class Published:
 
     def publish(self, snapshot: Snapshot) -> None:
         if self._bulk is not None:
-            self._bulk.shelf.put(SLOT, snapshot.payload)
+            self._bulk.shelf.put(SLOT, snapshot.payload, snapshot.chunks)
         self.snapshot = snapshot
 
     def answer(self, question: PullWeights) -> WeightsSnapshot | Refused:
@@ -172,16 +181,15 @@ class Published:
             return Refused(why="no version is published yet")
         payload = b"" if question.have == held.version else held.payload
         answer = WeightsSnapshot(version=held.version, layout=held.layout, digest=held.digest, payload=payload)
-        if self._bulk is None or question.by != "mooncake" or not payload:
+        if self._bulk is None or question.by != self._bulk.kind or not payload:
             return answer
         return self._bulk.emptied(answer, SLOT)
 
 
-def digest(version: str, layout: Layout, payload: bytes) -> str:
-    """xxh3-128 (hex) over version, layout and bytes: bytes under another version's name are damage too."""
-    state = xxhash.xxh3_128(msgspec.msgpack.encode([version, layout]))
-    state.update(payload)
-    return state.hexdigest()
+def digest(version: str, layout: Layout, chunks: tuple[int, ...]) -> str:
+    """xxh3-128 (hex) over version, layout and the chunks' digests: right bytes under another version's name are damage
+    too."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([version, layout, chunks]))
 
 
 def hf_files(tensors: Mapping[str, Array], config: dict[str, Any]) -> dict[str, bytes]:

@@ -1,7 +1,8 @@
-"""A process that publishes weights of a given size: `python -m bench.celld_rig.owner RUN BYTES`.
+"""A process that publishes weights of a given size: `python -m bench.celld_rig.owner RUN BYTES KIND`.
 
-On the bus and, by Mooncake, in a slot, as a core rank does; and to whoever connects to its plain TCP port, with one
-`sendall`. Prints that port. Each line on stdin publishes the next version, every byte of it new, and is answered.
+On the bus and in a slot of the engine KIND (auto, socket, mooncake), as a core rank does; and to whoever connects to
+its plain TCP port, with one `sendall`. Prints that port. Each line on stdin publishes the next version, every byte of
+it new, and is answered.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 
 import numpy as np
 
-from celld.transfer.bulk import Bulk
+from celld.transfer.bulk import Bulk, open_engine
 from celld.weights import Published, Snapshot
 from gyre_base.bus import Server
 from gyre_base.keys import load_keys
@@ -46,8 +47,8 @@ def say(word: object) -> None:
     print(word, file=sys.stderr, flush=True)  # mooncake has words of its own on stdout
 
 
-async def serve(run: RunDir, size: int) -> None:
-    bulk = Bulk("127.0.0.1", "tcp")
+async def serve(run: RunDir, size: int, kind: str) -> None:
+    bulk = Bulk(open_engine(kind, "tcp", "127.0.0.1"))
     published = Published(bulk)
     publish(published, 1, size)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -65,4 +66,4 @@ async def serve(run: RunDir, size: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(RunDir.open(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(serve(RunDir.open(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Mooncake's engine with its silent traps closed.
+"""How bytes of another process are read: what an engine promises, and Mooncake's with its silent traps closed.
 
 What it does by itself, and what is done about it here: an unknown protocol or RDMA without an adapter becomes TCP (the
 topology is looked at); a timed-out read may go on writing (`Reader` never uses such a buffer again); more than some
@@ -14,15 +14,17 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Buffer = npt.NDArray[np.uint8]
+Operation = tuple[int, int, int]  # where to in our buffer, where from in the peer (addresses), bytes
 OPERATION_BYTES = 8 << 20  # several reads of this size beat one large one
-BATCH = 256  # operations at once
+BATCH = 8  # operations at once; what has come is checked while the next ones travel
 SLOWEST_BYTES_PER_S = 20e6  # a slower network is a fault
 PROGRESS_S = 5  # a peer that sends nothing for so long is given up before a late write can start
 TRANSFER_S = 3600  # the other limit, the one with late writes, is never the first to be reached
@@ -34,6 +36,31 @@ class TransferUnavailable(RuntimeError):
 
 class TransferFailed(RuntimeError):
     """A read did not work; the bytes in its buffer mean nothing."""
+
+
+class Engine(Protocol):
+    """Reads registered memory of peers. `Shelf` gives and `Reader` takes over any of them."""
+
+    kind: str  # what a peer must have too, to be read
+    name: str  # for people
+    late_writes: bool  # whether a failed read may still change its buffer afterwards
+
+    @property
+    def peer(self) -> str:
+        """The name by which others reach this engine."""
+
+    def register(self, buffer: Buffer, *, shared: bool = False) -> None:
+        """Make memory known: to read into, or (`shared`) to be read by others. Raises TransferFailed."""
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Forget it."""
+
+    def read(self, peer: str, buffer: Buffer, operations: Sequence[Operation], arrived: Callable[[int], None]) -> None:
+        """Blocks. `arrived` is called once for each operation (its index) whose bytes are there, while others travel,
+        from this or another thread, never two at once. Raises TransferFailed."""
+
+    def renew(self) -> None:
+        """After a failed read: whatever makes the next one possible."""
 
 
 def installed() -> bool:
@@ -59,10 +86,13 @@ def _module() -> Any:
 
 
 class TransferEngine:
-    """One engine of this process at `host`, an address that its peers can reach."""
+    """One Mooncake engine of this process at `host`, an address that its peers can reach."""
+
+    kind, late_writes = "mooncake", True
 
     def __init__(self, host: str, protocol: str = "tcp", *, patience_s: float = 20.0) -> None:
         self.host, self.protocol, self._patience_s = host, protocol, patience_s
+        self.name = f"mooncake over {protocol}"
         self._engine: Any = None
         self._registered: dict[int, Buffer] = {}  # held here: freed memory that is registered could be read and written
         self._open()
@@ -91,8 +121,8 @@ class TransferEngine:
         for buffer in known.values():
             self.register(buffer)
 
-    def register(self, buffer: Buffer) -> None:
-        """Make memory known: to be read by others, or to read into."""
+    def register(self, buffer: Buffer, *, shared: bool = False) -> None:
+        """Mooncake knows one kind of memory: what is read into can be read (and written) by whoever reaches us."""
         address = int(buffer.ctypes.data)
         if (code := self._engine.register_memory(address, buffer.nbytes)) != 0:
             raise TransferFailed(f"mooncake did not register {buffer.nbytes} bytes (code {code})")
@@ -103,29 +133,33 @@ class TransferEngine:
         self._engine.unregister_memory(address)
         self._registered.pop(address, None)
 
-    def read(self, peer: str, buffer: Buffer, operations: Sequence[tuple[int, int, int]]) -> None:
-        """(local address in `buffer`, remote address, bytes) each. Blocks. Raises TransferFailed.
-
-        A peer that is stopped before the first byte would hold the caller for minutes, so the read has a thread of its
-        own that is left behind, with the buffer that it may still write into, when its time is up.
+    def read(self, peer: str, buffer: Buffer, operations: Sequence[Operation], arrived: Callable[[int], None]) -> None:
+        """A peer that is stopped before the first byte would hold the caller for minutes, so the read has a thread of
+        its own that is left behind, with the buffer that it may still write into, when its time is up.
         """
-        result: queue.Queue[bool] = queue.Queue()
+        results: queue.Queue[range | None] = queue.Queue()
         engine = self._engine
 
         def work(_kept_alive: Buffer) -> None:
             for start in range(0, len(operations), BATCH):
-                local, remote, sizes = zip(*operations[start : start + BATCH], strict=True)
+                batch = operations[start : start + BATCH]
+                local, remote, sizes = zip(*batch, strict=True)
                 if engine.batch_transfer_sync_read(peer, list(local), list(remote), list(sizes)) < 0:
-                    return result.put(False)
-            result.put(True)
+                    return results.put(None)
+                results.put(range(start, start + len(batch)))
 
         threading.Thread(target=work, args=(buffer,), name="mooncake read", daemon=True).start()
         limit_s = self._patience_s + sum(size for _, _, size in operations) / SLOWEST_BYTES_PER_S
-        try:
-            if not result.get(timeout=limit_s):
+        deadline = time.monotonic() + limit_s
+        for _ in range(0, len(operations), BATCH):
+            try:
+                done = results.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TransferFailed(f"{peer} gave nothing for {limit_s:.0f} s") from None
+            if done is None:
                 raise TransferFailed(f"a read from {peer} failed")
-        except queue.Empty:
-            raise TransferFailed(f"{peer} gave nothing for {limit_s:.0f} s") from None
+            for index in done:
+                arrived(index)
 
 
 def adapters(topology: str) -> set[str]:

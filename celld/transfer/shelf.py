@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from celld.transfer.engine import OPERATION_BYTES, Buffer, TransferEngine
+from celld.transfer.engine import OPERATION_BYTES, Buffer, Engine
 from gyre_base.messages import RemoteSlot
 
 LEASE_S = 600.0
@@ -32,18 +32,19 @@ class _Slot:
 class Shelf:
     """The slots of one process."""
 
-    def __init__(self, engine: TransferEngine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
         self._slots: list[_Slot] = []
         self._newest: dict[str, _Slot] = {}
         self._numbers = itertools.count(1)
 
-    def put(self, name: str, payload: bytes) -> None:
-        """A copy of `payload` as the newest of `name`; the one before goes once nobody reads it."""
+    def put(self, name: str, payload: bytes | memoryview, digests: tuple[int, ...] | None = None) -> None:
+        """A copy of `payload` as the newest of `name`; the one before goes once nobody reads it. `digests`: of its
+        chunks, where the caller knows them."""
         slot = self._free(len(payload))
         slot.name, slot.size = name, len(payload)
         slot.buffer[: slot.size] = np.frombuffer(payload, dtype=np.uint8)
-        slot.digests = chunk_digests(payload)
+        slot.digests = chunk_digests(payload) if digests is None else digests
         self._newest[name] = slot
 
     def offer(self, name: str) -> RemoteSlot:
@@ -64,6 +65,12 @@ class Shelf:
         for slot in self._slots:
             slot.leases.pop(lease, None)
 
+    def drop(self, name: str) -> None:
+        """The newest of `name` and its memory go now; who still reads it finds out by the digests."""
+        slot = self._newest.pop(name)
+        self._engine.unregister(slot.buffer)
+        self._slots = [other for other in self._slots if other is not slot]
+
     def _free(self, size: int) -> _Slot:
         """A slot that is large enough, not the newest of anything, and read by nobody; else a new one."""
         now = self._clock()
@@ -73,7 +80,7 @@ class Shelf:
             if len(slot.buffer) >= size and not used and not slot.leases:
                 return slot
         made = _Slot(np.empty(max(size, 1), dtype=np.uint8))
-        self._engine.register(made.buffer)
+        self._engine.register(made.buffer, shared=True)
         self._slots.append(made)
         return made
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,57 +15,17 @@ from celld.tiny import model as tiny
 from celld.trainer import loss as losses
 from celld.trainer import tree
 from celld.transfer.engine import installed
-from celld.weights import SocketTransport
+from celld.weights import BusTransport
 from gyre_base import config as configuration
 from gyre_base import messages as m
-from gyre_base.bus import Client
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
 from tests.trainer.fake_trajd import FakeTrajd, serve
 from tests.trainer.forests import random_micro_step
-
-START_S, STEP_S = 90.0, 45.0
-
-
-class World:
-    """The run directory, its daemons and its rank processes."""
-
-    def __init__(self, run: RunDir, keys, fake: FakeTrajd, transport: str) -> None:
-        self.run, self.keys, self.fake, self.transport = run, keys, fake, transport
-        self.processes: dict[str, subprocess.Popen] = {}
-        self.clients: dict[str, Client] = {}
-
-    def start(self, cell: str) -> None:
-        command = [sys.executable, "-m", "celld.trainer.main", "--run", str(self.run.root), "--cell", cell]
-        core = ["--core"] if cell == "c0" else []
-        self.processes[cell] = subprocess.Popen(
-            [*command, *core], env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2]
-        )
-
-    def kill(self, cell: str, how: int = signal.SIGKILL) -> int:
-        self.processes[cell].send_signal(how)
-        return self.processes[cell].wait(timeout=STEP_S)
-
-    async def ask(self, cell: str, message, timeout_s: float = STEP_S):
-        client = self.clients.setdefault(cell, Client(self.run, self.keys, f"rank-{cell}"))
-        return await client.ask(message, timeout_s=timeout_s)
-
-    async def train(self, cell: str, epoch: int, life: int) -> None:
-        """celld's part: wait for this life, then let it claim."""
-        await self.until(lambda: (e := self.run.endpoint(f"rank-{cell}")) and e.life == life, START_S)
-        state = await self.ask(cell, m.StartTraining(epoch=epoch))
-        assert (state.cell, state.life, state.training) == (cell, life, True)
-
-    async def until(self, condition, timeout_s: float = STEP_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            for cell, process in self.processes.items():
-                assert process.poll() in (None, -signal.SIGKILL), f"rank {cell} ended: see {self.run.root}/log"
-            assert time.monotonic() < deadline, f"waited {timeout_s} s; trajd heard {self.fake.said[-5:]}"
-            await asyncio.sleep(0.02)
+from tests.trainer.world import World
 
 
-@pytest.fixture(params=["socket", "mooncake"])
+@pytest.fixture(params=["bus", "socket", "mooncake"])
 async def world(request, tmp_path, reference):
     if request.param == "mooncake" and not installed():
         pytest.skip("mooncake can't be imported: the extra and libibverbs1")
@@ -93,11 +48,7 @@ async def world(request, tmp_path, reference):
     world = World(run, keys, FakeTrajd(batches), request.param)
     served = [await serve(world.fake, run, keys, name) for name in ("trajd", "cellctl")]
     yield world
-    for process in world.processes.values():
-        process.kill()
-        process.wait()
-    for client in world.clients.values():
-        client.close()
+    world.close()
     for server, task in served:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -127,7 +78,9 @@ async def test_a_batch_survives_the_death_of_every_rank(world, policy, reference
     world.start("c1")
     await asyncio.gather(world.train("c0", 1, 1), world.train("c1", 1, 1))
     (row,) = (await world.ask("c1", m.StatusRequest())).rows
-    assert row["transport"] == {"socket": "socket", "mooncake": "mooncake over tcp"}[world.transport]
+    assert (
+        row["transport"] == {"bus": "bus", "socket": "plain sockets", "mooncake": "mooncake over tcp"}[world.transport]
+    )
 
     # Both contribute to batch 0, although trajd refused one commit and its rank had to drop its sum.
     await world.until(lambda: len(fake.steps) == 1)
@@ -151,7 +104,7 @@ async def test_a_batch_survives_the_death_of_every_rank(world, policy, reference
     await world.until(lambda: {cell for cell, _ in fake.computed.values()} == {"c0"} and len(fake.computed) == 4)
 
     # What the core holds now is the undisturbed gradient of the whole batch at the published weights.
-    transport = SocketTransport(world.run, world.keys, "rank-c0")
+    transport = BusTransport(world.run, world.keys, "rank-c0")
     snapshot = await transport.pull("", 10.0)
     assert snapshot is not None and snapshot.version == "0.1"
     assert await transport.pull("0.1", 10.0) is None

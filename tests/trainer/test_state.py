@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -32,17 +33,22 @@ def test_a_snapshot_written_for_an_engine_loads_with_the_same_bits(tmp_path, ref
 
 
 def test_any_flipped_part_of_a_snapshot_shows(reference):
-    good = snapshot(reference)
-    assert good.is_whole()
+    published = weights.Published()
+    published.publish(snapshot(reference))
+    good = published.answer(PullWeights())
+    assert weights.Snapshot.received(good).tensors().keys() == reference.state_dict().keys()
     payload = bytearray(good.payload)
     payload[100] ^= 1
     layout = (("renamed", good.layout[0][1]), *good.layout[1:])
-    for broken in (
-        weights.Snapshot(good.version, good.layout, good.digest, bytes(payload)),
-        weights.Snapshot("0.4", good.layout, good.digest, good.payload),
-        weights.Snapshot(good.version, layout, good.digest, good.payload),
+    for change in (
+        {"payload": bytes(payload)},
+        {"payload": good.payload[:-4]},
+        {"version": "0.4"},
+        {"layout": layout},
+        {"layout": good.layout[:-1]},
     ):
-        assert not broken.is_whole()
+        assert weights.Snapshot.received(dataclasses.replace(good, **change)) is None
+    assert weights.Snapshot.received(good, chunks=(1,)) is None  # other chunks than those that were published
 
 
 def test_a_puller_that_has_the_version_gets_no_bytes(reference):

@@ -1,4 +1,5 @@
-"""A process with a shelf, driven by lines on stdin: `put N SEED` (N bytes), `offer`, `done LEASE`, `spoil AT`."""
+"""A process with a shelf over the engine that its argument names, driven by lines on stdin: `put N SEED` (N bytes),
+`offer`, `done LEASE`, `spoil AT`, `drop`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import sys
 
 import msgspec
 
-from celld.transfer.engine import TransferEngine
+from celld.transfer.bulk import open_engine
 from celld.transfer.shelf import Shelf
 
 
@@ -16,7 +17,7 @@ def payload(count: int, seed: int) -> bytes:
 
 
 def main() -> None:
-    shelf = Shelf(TransferEngine("127.0.0.1"))
+    shelf = Shelf(open_engine(sys.argv[1], "tcp", "127.0.0.1"))
     print("ready", flush=True)
     for line in sys.stdin:
         verb, *words = line.split()
@@ -27,6 +28,8 @@ def main() -> None:
             answer = msgspec.json.encode(shelf.offer("it")).decode()
         elif verb == "done":
             shelf.done(int(words[0]))
+        elif verb == "drop":
+            shelf.drop("it")
         elif verb == "spoil":
             shelf._newest["it"].buffer[int(words[0])] ^= 1
         print(answer, flush=True)
