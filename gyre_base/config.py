@@ -38,8 +38,8 @@ class ClusterConfig:
     executor_options: tuple[str, ...] = ()  # more options of these jobs, such as ["mem=16G", "time=60"] (in minutes)
     executors_max: int = 0  # the pool grows to so many with the dispatched work; 0 = always `executors`
     executor_idle_s: float = 120.0  # an executor beyond `executors` that held nothing for so long goes
-    transport: str = "auto"  # of weights and gradients: mooncake, socket; auto = mooncake between nodes
-    transfer_protocol: str = "tcp"  # of mooncake: tcp or rdma
+    transport: str = "auto"  # of weights and gradients: bus, socket, mooncake; auto = mooncake on RDMA, else socket
+    transfer_protocol: str = "tcp"  # of transport = "mooncake": tcp or rdma
     dead_man_s: float = 60.0  # a node that hears nothing of the supervisor stops its work; lower than a lost node costs
     min_cells: int = 1  # with fewer cells left than this the job is requeued rather than going on
     save_window_s: float = 0.0  # before the job's end the run saves and leaves; 0 = from the measured time of a save
@@ -208,7 +208,7 @@ class Config:
 
 CHOICES = {
     "scheduler.policy": ("elastic", "colocate", "async"),
-    "cluster.transport": ("auto", "socket", "mooncake"),
+    "cluster.transport": ("auto", "bus", "socket", "mooncake"),
     "cluster.transfer_protocol": ("tcp", "rdma"),
     "engine.kind": ("tiny", "sglang", "emulate"),
     "engine.device": ("cuda", "cpu"),

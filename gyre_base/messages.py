@@ -572,7 +572,7 @@ class PullGradient:
 
     batch: int
     life: int
-    by: str = "socket"  # mooncake: bytes in a slot, where the peer can
+    by: str = "bus"  # socket or mooncake: bytes in a slot, where the peer has that engine too
 
 
 @message("gradient")
@@ -597,7 +597,7 @@ class PullWeights:
     """satellite rank or celld -> core rank. Answered by `weights` or `refused`. `have` = version already held."""
 
     have: str = ""
-    by: str = "socket"  # mooncake: bytes in a slot, where the core can
+    by: str = "bus"  # socket or mooncake: bytes in a slot, where the core has that engine too
 
 
 @message("weights")

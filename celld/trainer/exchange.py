@@ -59,7 +59,7 @@ class GradientExchange:
 
     async def _ask(self, batch: int, part: Contribution) -> GradientSum | Refused:
         """Ask in short turns: a rank that was started again shows in its endpoint and needs no waiting out."""
-        by = "socket" if self._bulk is None else "mooncake"
+        by = "bus" if self._bulk is None else self._bulk.kind
         question, deadline = PullGradient(batch=batch, life=part.life, by=by), time.monotonic() + self._patience_s
         while time.monotonic() < deadline:
             endpoint = self._run.endpoint(f"rank-{part.cell}")

@@ -97,7 +97,7 @@ class RankService:
             held = rank.sum
             if question.life != rank.life or held is None or held.batch != question.batch:
                 return m.Refused(why=f"{rank.cell} in life {rank.life} has no sum for batch {question.batch}")
-            if rank.bulk is None or question.by != "mooncake":
+            if rank.bulk is None or question.by != rank.bulk.kind:
                 return held.message()
             message = held.message()
             rank.bulk.shelf.put(SUM, message.payload)
