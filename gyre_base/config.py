@@ -78,6 +78,7 @@ class ModelConfig:
     path: str = ""  # directory with config.json and model.safetensors
     tokenizer: str = ""  # directory with tokenizer.json and chat_template.jinja; empty = path
     served_name: str = "gyre-policy"  # what harnesses are told the model is called
+    family: str = "auto"  # how it thinks and calls tools: a name of proxyd/families; auto = by its chat template
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ from proxyd.chat import ChatModel
 from proxyd.core import Router
 from proxyd.engine import EngineClient
 from proxyd.events import Abort, Cut, EngineLoad, Finish, Refuse, Restarted, Submit
+from proxyd.families import UnknownFamily
 from proxyd.http import Front, wording
 from proxyd.metrics import LoopLag, exposition
 from proxyd.server import HttpServer
@@ -200,10 +201,12 @@ def load_chat(config: Config) -> tuple[ChatModel, dict[str, Any]]:
     """The model's chat form and what the call log says of its tokenizer. Raises ConfigError."""
     folder = Path(config.model.tokenizer or config.model.path)
     try:
-        chat = ChatModel.load(folder)
+        chat = ChatModel.load(folder, config.model.family)
         digest = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
     except (OSError, TemplateRefused) as error:
         raise ConfigError(f"model.tokenizer: {error}") from None
+    except UnknownFamily as error:
+        raise ConfigError(f"model.family: {error}") from None
     if config.rollout.delivery == "live" and not chat.decodes_in_parts:
         raise ConfigError(
             "rollout.delivery = live needs a byte-level vocabulary, and this tokenizer has none: set it to durable"
