@@ -28,7 +28,11 @@ def replay(path: Path) -> tuple[int, Difference | None]:
     core = Scheduler()
     count = 0
     for count, entry in enumerate(read(path), start=1):
-        commands = [_plain(c) for c in core.handle(wire.from_json(entry.event), entry.at)]
+        try:
+            event = wire.from_json(entry.event)
+        except ValueError as error:
+            raise ValueError(f"{path}:{count}: not an event of this version: {error}") from None
+        commands = [_plain(c) for c in core.handle(event, entry.at)]
         if commands != entry.commands:
             return count, Difference(count, entry.event, entry.commands, commands)
     return count, None

@@ -80,6 +80,7 @@ def read(path: Path) -> Iterator[Entry]:
                 return
             try:
                 body = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not a journal entry ({error})") from None
-            yield Entry(body["at"], body["event"], body["commands"])
+                entry = Entry(float(body["at"]), dict(body["event"]), list(body["commands"]))
+            except (ValueError, RecursionError, TypeError, KeyError):
+                raise ValueError(f"{path}:{number}: not a journal entry") from None
+            yield entry

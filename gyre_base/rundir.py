@@ -76,7 +76,10 @@ class RunDir:
     def open(cls, root: str | os.PathLike[str]) -> RunDir:
         """An existing run. Raises RunDirError if there is none."""
         run = cls(root)
-        if not (run.root / "run.json").is_file():
+        there = False
+        with contextlib.suppress(OSError):  # such as a name that is too long
+            there = (run.root / "run.json").is_file()
+        if not there:
             raise RunDirError(
                 f"{run.root} is not a run directory (no run.json); start one with `gyre up` or name it with --run"
             )

@@ -135,8 +135,8 @@ def replay(journal: Path, as_json: bool) -> None:
 
     try:
         count, difference = run_replay(journal)
-    except (OSError, ValueError) as error:
-        common.fail(f"cannot replay {journal}: {error}", common.USAGE)
+    except ValueError as error:
+        common.fail(str(error), common.USAGE)
     if difference is None:
         row = {"entries": count, "same": True}
         common.print_json([row]) if as_json else click.echo(f"{count} entries, the same commands")
@@ -212,6 +212,7 @@ def simulate(
     from cellctl.simulate import picture, profile, run
     from cellctl.simulate.world import Stuck, World
 
+    common.check_writable(svg)
     setting = profile.load(name)
     if steps:
         setting = dataclasses.replace(setting, steps=steps)
@@ -293,6 +294,7 @@ def plan(
     from cellctl import plan as planner
     from cellctl.simulate import profile
 
+    common.check_writable(curve)
     site_profile, units = planner.small_site(profile.load(name), gpus, durations or "", limit_h, train_node_hours)
     least = max(1, math.ceil(memory_per_cell / (gpu_memory * site_profile.gpus_per_node)))
     site = planner.Site(nodes=units, least_nodes_per_cell=least, staleness=staleness, seeds=seeds)

@@ -69,8 +69,30 @@ def guarded(function: F) -> F:
             if code is not None:
                 sys.exit(code)
             fail(str(error), NO_ANSWER)
+        except OSError as error:
+            if not is_about_given(error, kwargs.values()):
+                raise  # a fault of the machine or of ours: its story is needed
+            fail(f"cannot use {error.filename}: {error.strerror}", USAGE)
 
     return inner  # type: ignore[return-value]
+
+
+def check_writable(out: Path | None) -> None:
+    """Before long work, whose result would else be lost for want of a place. Fails with one line."""
+    if out is not None and not out.absolute().parent.is_dir():
+        fail(f"cannot write {out}: there is no folder {out.absolute().parent}", USAGE)
+    if out is not None and (out.is_dir() or len(os.fsencode(out.name)) > 255):
+        fail(f"cannot write {out}: " + ("it is a folder" if out.is_dir() else "the name is too long"), USAGE)
+
+
+def is_about_given(error: OSError, given: Iterable[Any]) -> bool:
+    """Whether the file that could not be used is one that the user named, or lies below one."""
+    if not isinstance(error.filename, str):
+        return False
+    flat = [one for value in given for one in (value if isinstance(value, tuple) else (value,))]
+    named = {Path(one) for one in flat if isinstance(one, str | Path)}
+    path = Path(error.filename)
+    return bool(named & {path, *path.parents})
 
 
 def ask(run_dir: str | None, server: str, message: Any, timeout_s: float = 4.0) -> Any:

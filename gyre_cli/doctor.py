@@ -42,9 +42,11 @@ class Where:
     gpus: int = 0
 
 
-def examine(folder: Path, config_file: Path, where: Where) -> list[Finding]:
-    """All findings, in the order in which a reader wants them."""
-    config = configuration.load(config_file) if config_file.exists() else Config()
+def examine(folder: Path, config_file: Path | None, where: Where) -> list[Finding]:
+    """All findings, in the order in which a reader wants them. Raises ConfigError."""
+    if config_file is None and Path("gyre.toml").exists():
+        config_file = Path("gyre.toml")
+    config = configuration.load(config_file) if config_file is not None else Config()
     here = probe.facts(engine_python=config.engine.python)
     around = Allocation.here()
     findings = [*of_here(here, around), *of_own_folder(folder)]

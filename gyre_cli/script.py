@@ -103,8 +103,10 @@ def parse(path: Path, more: tuple[str, ...] = ()) -> Script:
         lines = path.read_text().split("\n")  # as Slurm and the shell do: splitlines knows other line ends
     except FileNotFoundError:
         raise ConfigError(f"no job script at {path}; `gyre init` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no job script: it is not UTF-8 text") from None
     header, body = split(lines)
     options: dict[str, str] = {}
     for number, words in header:
@@ -118,14 +120,16 @@ def parse(path: Path, more: tuple[str, ...] = ()) -> Script:
 
 
 def split(lines: list[str]) -> tuple[list[tuple[int, list[str]]], list[list[str]]]:
-    """(numbered words of the #SBATCH lines, words of the other lines). Slurm reads none after the first command."""
+    """(numbered words of the #SBATCH lines, words of the lines that may start us, none of the others). Slurm reads no
+    header after the first command.
+    """
     header: list[tuple[int, list[str]]] = []
     body: list[list[str]] = []
     for number, line in enumerate(lines, 1):
         if line.startswith("#SBATCH") and not body:
             header.append((number, _words(line.removeprefix("#SBATCH"))))
         elif line.strip() and not line.lstrip().startswith("#"):
-            body.append(_words(line))
+            body.append(_words(line) if "gyre" in line else [])
     return header, body
 
 

@@ -21,7 +21,7 @@ def read_script(path: Path) -> list[str]:
     """Answers as the model would write them. Raises ConfigError."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a script ({error})") from None
     if not isinstance(body, list) or not body:
         raise ConfigError(f"{path}: a script is a JSON list of answers, at least one")

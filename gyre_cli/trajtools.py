@@ -40,7 +40,8 @@ def readable(function: F) -> F:
             sys.stderr.close()  # a reader that had enough is no error
             raise SystemExit(0) from None
         except OSError as error:
-            common.fail(f"cannot use {error.filename}: {error.strerror}", common.USAGE)
+            named = error.filename or kwargs.get("source") or "the input"  # a failing read names no file
+            common.fail(f"cannot use {named}: {error.strerror}", common.USAGE)
         except ValueError as error:
             if type(error).__module__.split(".")[0] not in ("gyre_base", "trajtools"):
                 raise  # a bug of ours

@@ -13,6 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from gyre_base.config import ConfigError
 
 T = TypeVar("T")
@@ -151,33 +153,54 @@ def shipped() -> list[str]:
 
 def load(name: str) -> Profile:
     """A shipped profile by name or a file. Raises ConfigError."""
-    if name in shipped():
-        text, stem = (resources.files("cellctl") / "profiles" / f"{name}.toml").read_text(), name
-    elif Path(name).is_file():
-        text, stem = Path(name).read_text(), Path(name).stem
-    else:
-        raise ConfigError(f"no profile {name!r}: neither a file nor one of {', '.join(shipped())}")
+    folder = resources.files("cellctl") / "profiles"
+    source = folder / f"{name}.toml" if name in shipped() else Path(name)
     try:
-        return from_tree({"name": stem, **tomllib.loads(text)})
+        return from_tree({"name": Path(name).stem, **tomllib.loads(source.read_text())})
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ConfigError(f"no profile {name!r}: neither a file nor one of {', '.join(shipped())}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not TOML: it is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: not TOML: {error}") from None
 
 
 def from_tree(tree: dict[str, Any]) -> Profile:
-    arms = tuple(_build(Arm, {"name": name, **body}, f"arms.{name}") for name, body in tree.pop("arms", {}).items())
-    durations = _build(Durations, tree.pop("durations", {}), "durations")
-    laws = _build(Laws, tree.pop("laws", {}), "laws")
-    fit = _build(Fit, tree.pop("fit", {}), "fit")
-    made: Profile = _build(Profile, {**tree, "durations": durations, "laws": laws, "arms": arms, "fit": fit}, "")
+    arms = _table(tree, "arms")
+    durations = _build(Durations, _table(tree, "durations"), "durations")
+    laws = _build(Laws, _table(tree, "laws"), "laws")
+    fit = _build(Fit, _table(tree, "fit"), "fit")
+    built = tuple(_build(Arm, {"name": name, **_table(arms, name)}, f"arms.{name}") for name in list(arms))
+    made: Profile = _build(Profile, {**tree, "durations": durations, "laws": laws, "arms": built, "fit": fit}, "")
     return made
+
+
+def _is_plain(value: Any) -> bool:
+    """As TOML has it; what is built already is not."""
+    return isinstance(value, str | int | float | list | dict)
+
+
+def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """Take a table out of the tree; {} if it is not there."""
+    found = tree.pop(key, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key} must be a table, not {found!r}")
+    return found
 
 
 def _build(cls: Any, tree: dict[str, Any], where: str) -> Any:
     hints = typing.get_type_hints(cls)
-    for key in tree:
+    values = {}
+    for key, value in tree.items():
+        dotted = f"{where}.{key}" if where else key
         if key not in hints:
-            raise ConfigError(f"unknown key {where + '.' if where else ''}{key}; known: {', '.join(sorted(hints))}")
-    values = {k: float(v) if hints[k] is float else tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
+            raise ConfigError(f"unknown key {dotted}; known: {', '.join(sorted(hints))}")
+        try:
+            values[key] = msgspec.convert(value, hints[key]) if _is_plain(value) else value
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{dotted}: {error}") from None
     try:
         return cls(**values)
     except TypeError as error:

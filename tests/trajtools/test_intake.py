@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import msgpack
 import numpy as np
 import orjson
 import pytest
+from click.testing import CliRunner
 from trajbuild import make_call, random_execution
 
 from gyre_base.runfile import Reward, encode
+from gyre_cli.trajd import main
 from trajtools.load import load
 from trajtools.trajd.frames import HEAD, call_frame, pack_frame
 from trajtools.trajd.intake import Intake, Taken, run_intake
 from trajtools.trajd.store import Store
+
+RECORD = Path(__file__).parent / "data" / "nemogym_rollout.jsonl"
 
 
 def unpacked(frame):
@@ -245,6 +251,32 @@ async def test_one_intake_per_folder_and_per_address(tmp_path):
     stopped = asyncio.Event()
     stopped.set()
     await run_intake(tmp_path, f"unix:{tmp_path / 'socket'}", stop=stopped)  # a dead one's socket is in nobody's way
+
+
+@pytest.mark.parametrize(
+    "address", ["unix:", "tcp:host", "tcp:host:many", "tcp:host:70000", "udp:x:1", "unix:/" + "n" * 200]
+)
+def test_what_is_no_address_is_refused_with_the_form_of_one(address, tmp_path):
+    for words in (["intake", str(tmp_path), "--listen", address], ["send", str(RECORD), "--to", address]):
+        said = CliRunner().invoke(main, words)
+        assert said.exit_code == 2 and said.stderr.startswith(f"error: {address}: ") and "Traceback" not in said.stderr
+
+
+def test_an_intake_never_takes_the_place_of_a_file(tmp_path):
+    (tmp_path / "thesis").write_text("years of work")
+    said = CliRunner().invoke(main, ["intake", str(tmp_path / "calls"), "--listen", f"unix:{tmp_path / 'thesis'}"])
+    assert said.exit_code == 4 and "is no socket" in said.stderr
+    assert (tmp_path / "thesis").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("content", [b"hello\n", bytes(range(256)) * 9, b"3\n"])
+def test_what_is_no_recording_is_not_sent(content, tmp_path):
+    (tmp_path / "given").write_bytes(content)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        said = CliRunner().invoke(main, ["send", str(tmp_path / "given"), "--to", f"unix:{tmp_path / 's'}"])
+    assert said.exit_code == 2 and said.stderr.startswith("error: given")
 
 
 def test_a_recording_is_sent_by_command_twice_with_one_result(tmp_path):

@@ -6,6 +6,7 @@ int32 completion, float32 logprobs. Answers are frames without raw, in the order
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import Any
 
@@ -20,10 +21,23 @@ from gyre_base.runfile import NO_IDS, Call
 HEAD = struct.Struct("<III")
 MAX_HEAD = 1 << 20
 MAX_RAW = 1 << 30
+MAX_UNIX_PATH = 107  # of sockaddr_un, without its NUL
 
 
 class BadFrame(ValueError):
     """Bytes that are no frame: the connection can't go on. Nothing was stored."""
+
+
+def check_address(text: str) -> None:
+    """unix:PATH or tcp:HOST:PORT. Raises ValueError with what is wrong."""
+    kind, _, where = text.partition(":")
+    if kind not in ("unix", "tcp") or not where:
+        raise ValueError(f"{text}: an address is unix:PATH or tcp:HOST:PORT")
+    host, _, port = where.rpartition(":")
+    if kind == "tcp" and not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{text}: a port is a number up to 65535 behind a host: tcp:HOST:PORT")
+    if kind == "unix" and len(os.fsencode(where)) > MAX_UNIX_PATH:
+        raise ValueError(f"{text}: a socket's path has at most {MAX_UNIX_PATH} bytes; name a shorter one")
 
 
 def pack_frame(head: dict[str, Any], raw: bytes = b"") -> bytes:

@@ -167,7 +167,9 @@ def _locked(folder: Path) -> int:
 
 
 def _free(path: str) -> None:
-    """Remove the socket of an intake that died. Raises Taken if one answers there."""
+    """Remove the socket of an intake that died. Raises Taken if one answers there, or if it is no socket."""
+    if Path(path).exists() and not Path(path).is_socket():
+        raise Taken(f"{path} is there and is no socket; name another place")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
