@@ -267,6 +267,10 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Config:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no configuration at {path}; `gyre init` writes one") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not TOML: it is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     for dotted, value in (overrides or {}).items():
