@@ -201,9 +201,8 @@ def hf_files(tensors: Mapping[str, Array], config: dict[str, Any]) -> dict[str, 
     }
 
 
-def write_directory(target: Path, files: Mapping[str, bytes], *, replace: bool = False) -> None:
-    """All of `files` under `target`, durable, or no `target`. Raises OSError, also if it exists and `replace` is
-    off."""
+def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
+    """All of `files` under `target`, durable, or no `target`. Raises OSError, also if it exists."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
@@ -212,17 +211,16 @@ def write_directory(target: Path, files: Mapping[str, bytes], *, replace: bool =
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        _sync(temporary)
-        if replace:
-            shutil.rmtree(target, ignore_errors=True)
+        sync_directory(temporary)
         os.replace(temporary, target)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(target.parent)
+    sync_directory(target.parent)
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Its names are durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
