@@ -50,8 +50,8 @@ class Emulated:
     readers: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
 
     async def join(self) -> None:
-        for kind in ("proxyd", "trajd"):
-            await self._peer(kind, kind)
+        await self._peer("proxyd", "0")
+        await self._peer("trajd", "trajd")
         for i in range(self.cells):
             await self._peer("celld", f"c{i}")
             await self._role(f"c{i}", Role.ROLLOUT, 0)

@@ -130,8 +130,8 @@ class Proxyd:
     async def start(self, run: RunDir) -> asyncio.Server:
         server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        life = run.next_life("proxyd")
-        run.publish(EndpointFile("proxyd", "proxyd", "tcp://127.0.0.1:1", life, os.getpid(), {"http": url}))
+        life = run.next_life("proxyd-0")
+        run.publish(EndpointFile("proxyd-0", "proxyd", "tcp://127.0.0.1:1", life, os.getpid(), {"http": url}))
         return server
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

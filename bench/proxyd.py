@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
@@ -58,8 +59,12 @@ class Rig:
 
     @property
     def pid(self) -> int:
-        assert self.world.process is not None
         return self.world.process.pid
+
+    @property
+    def pids(self) -> list[int]:
+        """Of every shard."""
+        return [process.pid for process in self.world.processes.values()]
 
     async def mode(self, hold: int, *, keep: bool = False) -> None:
         async with self.session.post(f"{self.engine}/mode", json={"hold": hold, "keep": keep}) as response:
@@ -93,10 +98,10 @@ def history_of(tokens: int, per_message: int) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[n % 2], "content": f"{n}\n{LINES}"} for n in range(count)]
 
 
-async def settled(pid: int) -> float:
-    """CPU so far, once the process has come to rest."""
+async def settled(*pids: int) -> float:
+    """CPU so far, once the processes have come to rest."""
     before = -1.0
-    while (now := cpu_s(pid)) - before > 0.0005:
+    while (now := sum(map(cpu_s, pids))) - before > 0.0005 * len(pids):
         before = now
         await asyncio.sleep(0.05)
     return now
@@ -122,11 +127,11 @@ async def small_calls(rig: Rig, count: int) -> float:
     names = [f"small-{time.monotonic_ns()}-{n}" for n in range(count)]
     for name in names:
         await rig.world.cellctl.open(name)
-    before = await settled(rig.pid)
+    before = await settled(*rig.pids)
     for at in range(0, count, 16):
         batch = names[at : at + 16]
         await asyncio.gather(*(rig.call(n, body_of([{"role": "user", "content": LINES}], True), "c") for n in batch))
-    cost = (await settled(rig.pid) - before) / count
+    cost = (await settled(*rig.pids) - before) / count
     for name in names:
         await rig.world.cellctl.say(m.CloseExecution(execution=name))
     return cost
@@ -185,6 +190,30 @@ async def small(rig: Rig) -> list[Figure]:
             theirs = [await per_call(pid, call, count // 4, 1) for _ in range(3)]
         out.append(figure("cpu_small_vs_fastapi_httpx", [middle / t for t in theirs], "ratio", *at_most(0.1)))
     return out
+
+
+async def shards(rig: Rig) -> list[Figure]:
+    """CPU per small call of two shards together, against one: runs of their own, asked in turn."""
+    count, rounds = (96, 3) if rig.quick else (320, 7)
+    costs: dict[int, list[float]] = {1: [], 2: []}
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = {}
+        for number in costs:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run"
+            limits = {"engine": {"context_length": 1 << 21}, "rollout": {"max_new_tokens": 128}}
+            world = World(folder, rig.tokenizer, **limits, proxyd={"shards": number})
+            rigs[number] = dataclasses.replace(rig, world=await stack.enter_async_context(world))
+            await world.cellctl.serve(_named("a", rig.engine))
+            await small_calls(rigs[number], 64)
+        for _ in range(rounds):
+            for number, its in rigs.items():
+                costs[number].append(await small_calls(its, count))
+    one, two = costs.values()
+    out = [figure("two_shards_cpu_ms", [1000 * c for c in two], "ms")]
+    return [
+        *out,
+        figure("two_shards_cpu_ratio", [b / a for a, b in zip(one, two, strict=True)], "ratio", *at_most(1.1)),
+    ]
 
 
 async def first_content_s(session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str]) -> float:
@@ -460,6 +489,7 @@ async def full_render(rig: Rig) -> list[float]:
 GROUPS: dict[str, Callable[[Rig], Any]] = {
     "histories": histories,
     "small": small,
+    "shards": shards,
     "live": live,
     "memory": memory,
     "drains": drains,

@@ -26,6 +26,7 @@ from gyre_base import messages as m
 from gyre_base.config import Config, from_tree
 from gyre_base.daemon import Answer, PeerLost, Send, Tick
 from gyre_base.ids import PolicyVersion
+from gyre_base.shards import proxyd_peer
 from gyre_base.vocabulary import Purpose, Role
 
 LEFT = "left"  # why a peer is gone that said goodbye
@@ -184,7 +185,7 @@ class Scheduler:
         self.job.facts, self.job.leaving = None, ""  # of an earlier life of the job, until the supervisor tells
         self.promises.forget_all_but("group")
         for cell in self.cells.values():
-            cell.draining = False
+            cell.undrained.clear()
             if cell.role not in (Role.DOWN, Role.STARTING):
                 why = f"cellctl restarted (life {event.life}); waiting for its agent"
                 turning.become(self, cell, Role.STARTING, now, why)
@@ -200,7 +201,7 @@ class Scheduler:
         if event.kind == "executor":
             executions.executor_joined(self, event, now, reborn=reborn)
         elif event.kind == "proxyd":
-            self._inform_proxyd()
+            self._inform_proxyd(event.name)
         elif event.kind == "trajd":
             for key, send in self.promises.of("group").items():  # it may have died with our first word
                 self.promises.keep(key, send, now)
@@ -211,12 +212,16 @@ class Scheduler:
             if cell.role is Role.DOWN:
                 turning.become(self, cell, Role.STARTING, now, "its agent is back")
 
-    def _inform_proxyd(self) -> None:
+    def _inform_proxyd(self, shard: str) -> None:
+        """Its own executions and the drains that it has not answered; a new table is for all."""
+        peer = f"proxyd:{shard}"
         for execution in self.ledger.in_flight.values():
-            self.say(Send("proxyd:proxyd", executions.opening(self, execution.id, execution.purpose)))
+            if executions.proxyd_of(self, execution.id) == peer:
+                self.say(Send(peer, executions.opening(self, execution.id, execution.purpose)))
         turning.publish_engines(self)
         for send in self.promises.of("drain").values():
-            self.say(send)
+            if send.to == peer:
+                self.say(send)
 
     def _lost(self, event: PeerLost, now: float) -> None:
         self.present.discard(f"{event.kind}:{event.name}")
@@ -336,7 +341,7 @@ class Scheduler:
                 executions.dispatch(self, list(self.heldout), 1, Purpose.EVAL_GREEDY, now)
 
     def _everyone_is_here(self) -> bool:
-        daemons = {"proxyd:proxyd", "trajd:trajd"} <= self.present
+        daemons = {"trajd:trajd", *map(proxyd_peer, range(self.config.proxyd.shards))} <= self.present
         awaited = [c for c in self.cells.values() if c.name not in self.job.out()]
         return daemons and bool(self.executors) and all(c.role is Role.ROLLOUT for c in awaited)
 

@@ -176,7 +176,7 @@ class CellctlShell(Shell):
     async def _seen_from_outside(self, peer: str) -> str:
         """Where its process stands, if it is one of this machine; its stacks go into the log."""
         kind, _, name = peer.partition(":")
-        file = {"executor": name, "celld": f"celld-{name}"}.get(kind, kind)
+        file = name if kind in ("executor", "trajd") else f"{kind}-{name}"
         dump = self._run.path("log", f"{file}.stacks")
         found = await asyncio.to_thread(examine, self._pids.get(peer, 0), self._run.root, dump)
         state, _, text = found.partition("\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gyre_base import messages as m
 from gyre_base.daemon import Answer, Send, WakeAt
 from gyre_base.vocabulary import Outcome, Purpose
+from gyre_base.shards import proxyd_peer, shard_of
 
 if TYPE_CHECKING:
     from cellctl.core import Scheduler
@@ -30,6 +31,11 @@ class Executor:
 
 
 def opening(s: Scheduler, execution: str, purpose: Purpose) -> m.OpenExecution:
+def proxyd_of(s: Scheduler, execution: str) -> str:
+    """The peer that an execution belongs to."""
+    return proxyd_peer(shard_of(execution, s.config.proxyd.shards))
+
+
     temperature = 0.0 if purpose is Purpose.EVAL_GREEDY else s.config.rollout.temperature
     return m.OpenExecution(execution=execution, purpose=purpose, temperature=temperature)
 
@@ -62,7 +68,7 @@ def dispatch(s: Scheduler, tasks: list[str], size: int, purpose: Purpose, now: f
     for number, task in enumerate(tasks):
         at = now + spread_s * number / len(tasks)
         for execution in s.ledger.open_group(task, size, purpose, str(s.version), now):
-            s.say(Send("proxyd:proxyd", opening(s, execution.id, purpose)))
+            s.say(Send(proxyd_of(s, execution.id), opening(s, execution.id, purpose)))
             if at > now:
                 heapq.heappush(s.staggered, (at, execution.id))
             else:
@@ -116,7 +122,7 @@ def finished(s: Scheduler, event: m.ExecutionFinished, now: float) -> None:
         s.totals["harness_errors"] += event.harness_errors
         s.totals["calls"] += event.calls
         end_attempt(s, event.execution, event.outcome, event.score, event.wall_s, now)
-        s.say(Send("proxyd:proxyd", m.CloseExecution(execution=event.execution)))
+        s.say(Send(proxyd_of(s, event.execution), m.CloseExecution(execution=event.execution)))
         if executor in s.executors:
             s.executors[executor].held -= 1
         s.say(Send(f"executor:{executor}", m.ExecutionNoted(execution=event.execution)))
@@ -132,8 +138,8 @@ def end_attempt(
         s.forecast.learn(s.ledger.groups[record.group].task, wall_s)
     again = s.ledger.finish(name, outcome, score, wall_s, now, excused=excused)
     if again is not None:
-        s.say(Send("proxyd:proxyd", m.CloseExecution(execution=name)))
-        s.say(Send("proxyd:proxyd", opening(s, again.id, again.purpose)))
+        s.say(Send(proxyd_of(s, name), m.CloseExecution(execution=name)))
+        s.say(Send(proxyd_of(s, again.id), opening(s, again.id, again.purpose)))
         s.waiting.append(again.id)
     elif s.ledger.closes(record.group):
         close_group(s, record.group, now)

@@ -36,7 +36,7 @@ class Cell:
     url: str = ""
     since: float = 0.0
     reason: str = "waiting for its agent"
-    draining: bool = False
+    undrained: set[int] = field(default_factory=set)  # shards of proxyd that may still have calls there
     moved: int = 0
     switches: int = 0
     phases_s: dict[str, float] = field(default_factory=dict)
@@ -45,6 +45,10 @@ class Cell:
     @property
     def serves(self) -> bool:
         return self.role is Role.ROLLOUT
+
+    @property
+    def draining(self) -> bool:
+        return bool(self.undrained)
 
     def become(self, role: Role, now: float, why: str) -> None:
         """Change role by the table. Raises IllegalTransition."""

@@ -12,6 +12,7 @@ from cellctl.roles import Cell
 from gyre_base import messages as m
 from gyre_base.daemon import Send
 from gyre_base.ids import PolicyVersion
+from gyre_base.shards import ALL, proxyd_peer
 from gyre_base.vocabulary import Role
 
 if TYPE_CHECKING:
@@ -37,9 +38,23 @@ def turn(s: Scheduler, decision: policies.Decision, now: float) -> None:
 
 
 def drain(s: Scheduler, cell: Cell, now: float) -> None:
-    cell.draining = True
+    """Every shard moves its own calls; the cell turns when the last one has said so."""
     publish_engines(s)
-    s.promises.keep(f"drain:{cell.name}", Send("proxyd:proxyd", m.DrainCell(cell=cell.name, epoch=cell.epoch)), now)
+    order = m.DrainCell(cell=cell.name, epoch=cell.epoch)
+    for shard in range(s.config.proxyd.shards):
+        cell.undrained.add(shard)
+        s.promises.keep(_drain_key(cell, shard), Send(proxyd_peer(shard), order), now)
+
+
+def _drain_key(cell: Cell, shard: int) -> str:
+    return f"drain:{cell.name}:{shard}"
+
+
+def drain_no_more(s: Scheduler, cell: Cell) -> None:
+    """Nobody is asked any longer; what they answer is of an order that is over."""
+    for shard in cell.undrained:
+        s.promises.answered(_drain_key(cell, shard))
+    cell.undrained.clear()
 
 
 def flip(s: Scheduler, cell: Cell, to: Role, now: float) -> None:
@@ -50,17 +65,18 @@ def flip(s: Scheduler, cell: Cell, to: Role, now: float) -> None:
 
 def drained(s: Scheduler, event: m.CellDrained, now: float) -> None:
     cell = s.cells.get(event.cell)
-    if cell is None or event.epoch != cell.epoch or not cell.draining:
+    if cell is None or event.epoch != cell.epoch or event.shard not in cell.undrained:
         return
-    cell.draining = False
-    if cell.name in s.job.drained:
-        cell_down(s, cell, now, "drained by order of the operator: its node may be given back")
-        return
+    cell.undrained.discard(event.shard)
+    s.promises.answered(_drain_key(cell, event.shard))
     cell.moved += event.moved
-    s.promises.answered(f"drain:{cell.name}")
     s.totals["moved"] += event.moved
     s.totals["moved_mid_generation"] += event.moved_mid_generation
-    if cell.role is Role.TO_TRAIN:
+    if cell.draining:
+        return
+    if cell.name in s.job.drained:
+        cell_down(s, cell, now, "drained by order of the operator: its node may be given back")
+    elif cell.role is Role.TO_TRAIN:
         flip(s, cell, Role.TRAIN, now)
     elif cell.role is Role.TO_ROLLOUT:
         order = m.UpdateEngine(cell=cell.name, epoch=cell.epoch, version=str(s.version))
@@ -107,10 +123,9 @@ def core_version(s: Scheduler, version: PolicyVersion) -> None:
 def cell_down(s: Scheduler, cell: Cell, now: float, why: str) -> None:
     if cell.role is Role.DOWN:
         return
-    cell.draining = False
+    drain_no_more(s, cell)
     become(s, cell, Role.DOWN, now, why)
-    for kind in ("drain", "flip"):
-        s.promises.answered(f"{kind}:{cell.name}")
+    s.promises.answered(f"flip:{cell.name}")
     publish_engines(s)
 
 
@@ -137,7 +152,7 @@ def publish_engines(s: Scheduler) -> None:
         for c in s.cells.values()
         if c.url
     )
-    s.say(Send("proxyd:proxyd", m.EngineTable(number=s.table_number, engines=engines)))
+    s.say(Send(ALL, m.EngineTable(number=s.table_number, engines=engines)))
 
 
 def update_one_engine(s: Scheduler, now: float) -> None:

@@ -98,6 +98,13 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProxydConfig:
+    """The request router. Fixed for the life of a run: an execution's shard follows from its name and this number."""
+
+    shards: int = 1  # processes that share the executions: one more takes another core and its part of each engine
+
+
+@dataclass(frozen=True, kw_only=True)
 class EmulateConfig:
     """engine.kind = "emulate": engines and trainers that only take time (`gyre emulate` writes this from a profile)."""
 
@@ -205,6 +212,7 @@ class Config:
     trajectories: TrajectoryConfig = field(default_factory=TrajectoryConfig)
     tasks: TaskConfig = field(default_factory=TaskConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    proxyd: ProxydConfig = field(default_factory=ProxydConfig)
 
 
 CHOICES = {
@@ -228,6 +236,7 @@ AT_LEAST: dict[str, float] = {
     "cluster.executors_max": 0,
     "tasks.progress_every_s": 0,
     "cluster.heartbeat_s": 0.05,
+MAX_SHARDS = 256
     "cluster.dead_man_s": 5,
     "cluster.min_cells": 1,
     "cluster.save_window_s": 0,
@@ -247,6 +256,7 @@ AT_LEAST: dict[str, float] = {
     "trajectories.jmax": 0,
     "trajectories.reserve_groups": 0,
     "scheduler.stagger_s": 0.0,
+    "proxyd.shards": 1,
     "scheduler.tail_load": 1.0,
     "scheduler.head_start_groups": 0,
     "tasks.harness_limit_s": 0.1,
@@ -371,6 +381,18 @@ def _check_cells(config: Config) -> None:
     cells, scheduler = config.cluster.cells, config.scheduler
     if scheduler.cell_slots and len(scheduler.cell_slots) != cells:
         raise ConfigError(
+    _check_shards(config)
+
+
+def _check_shards(config: Config) -> None:
+    """A request id has two digits for its shard, and each shard needs room for a call at an engine."""
+    shards, room = config.proxyd.shards, config.engine.max_running_requests
+    if shards > MAX_SHARDS:
+        raise ConfigError(f"proxyd.shards must be at most {MAX_SHARDS}, not {shards}")
+    if 0 < room < shards:
+        raise ConfigError(
+            f"engine.max_running_requests ({room}) is shared by proxyd.shards ({shards}): each needs at least one"
+        )
             f"scheduler.cell_slots must have one number per cell ({cells}), not {len(scheduler.cell_slots)}"
         )
     if any(slots < 1 for slots in scheduler.cell_slots):

@@ -233,8 +233,8 @@ class ExecutionNoted:
 
 @message("execution.open")
 class OpenExecution:
-    """cellctl -> proxyd, before the order goes out. Again. Fixes the sampling of its calls, whatever the harness
-    asks for.
+    """cellctl -> its shard of proxyd, before the order goes out. Again. Fixes the sampling of its calls, whatever the
+    harness asks for.
     """
 
     execution: str
@@ -244,7 +244,7 @@ class OpenExecution:
 
 @message("execution.close")
 class CloseExecution:
-    """cellctl -> proxyd. Again. No further call of this execution is accepted; what runs is aborted."""
+    """cellctl -> its shard of proxyd. Again. No further call of this execution is accepted; what runs is aborted."""
 
     execution: str
 
@@ -263,7 +263,7 @@ class Engine:
 
 @message("engines")
 class EngineTable:
-    """cellctl -> proxyd: the whole table, numbered. Again; an older number is ignored."""
+    """cellctl -> every shard of proxyd: the whole table, numbered. Again; an older number is ignored."""
 
     number: int
     engines: tuple[Engine, ...]
@@ -271,7 +271,9 @@ class EngineTable:
 
 @message("cell.drain")
 class DrainCell:
-    """cellctl -> proxyd: stop routing to this cell, move its calls to others. Again; answered by `cell.drained`."""
+    """cellctl -> every shard of proxyd: stop routing to this cell, move its calls to others. Again; each answers with
+    `cell.drained`.
+    """
 
     cell: str
     epoch: int
@@ -279,7 +281,9 @@ class DrainCell:
 
 @message("cell.drained")
 class CellDrained:
-    """proxyd -> cellctl: no call is left there. Again. `moved_mid_generation` had sampled at least one token."""
+    """proxyd -> cellctl: no call of this shard's is left there. Again. `moved_mid_generation` had sampled at least one
+    token.
+    """
 
     cell: str
     epoch: int
@@ -287,6 +291,7 @@ class CellDrained:
     moved_mid_generation: int
     seconds: float
 
+    shard: int = 0
 
 @message("engine.lost")
 class EngineLost:

@@ -84,8 +84,8 @@ class ClusterSupervisor(Supervisor):
     def table(self) -> list[Daemon]:
         config, run, job = self._config, self._run, self.allocation.job
         python = list(config.cluster.python) or [sys.executable]
-        beside = [*services(run, python), *executors(run, python, config)]
-        for daemon in beside:
+        serving, executing = services(run, python, config), executors(run, python, config)
+        for daemon in (*serving, *executing):
             daemon.environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         steps = []
         for cell, node in self.places.items():
@@ -97,7 +97,7 @@ class ClusterSupervisor(Supervisor):
             daemon.environment = {**slurm.clean_environment(), **more}
             daemon.node, daemon.cell = node, cell
             steps.append(daemon)
-        return [*beside[:3], *steps, *beside[3:]]
+        return [*serving, *steps, *executing]
 
     # ---- why it leaves ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import orjson
 from gyre_base import config as configuration
 from gyre_base import saving
 from gyre_base.config import Config, ConfigError
+from gyre_base.shards import proxyd_names
 from gyre_cli import common, listing, memory, runs, script, slurm
 from gyre_cli.script import Script
 
@@ -201,10 +202,11 @@ def node_rows(plan: Plan) -> list[dict[str, Any]]:
     except ConfigError:
         return []
     beside = [] if cluster.executor_partition else [f"ex{i}" for i in range(cluster.executors)]
+    shards = proxyd_names(plan.config.proxyd.shards)
     rows = []
     for name in names:
         cells = [cell for cell, node in places.items() if node == name]
-        services = ["supervisor", "cellctl", "trajd", "proxyd", *beside] if name == names[0] else []
+        services = ["supervisor", "cellctl", "trajd", *shards, *beside] if name == names[0] else []
         rows.append({"node": name, "cells": cells, "core": "c0" in cells, "services": services, "gpus": gpus})
     if cluster.executor_partition:
         executors = [f"ex{i}" for i in range(cluster.executors)]

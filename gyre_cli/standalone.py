@@ -22,6 +22,7 @@ from gyre_base.config import Config, ConfigError
 from gyre_base.daemon import die_with_parent, run_main
 from gyre_base.keys import load_keys, make_keys
 from gyre_base.rundir import RunDir
+from gyre_base.shards import proxyd_name, shard_of
 from gyre_base.vocabulary import Purpose
 from gyre_cli import common
 from gyre_exec.fields import TaskError
@@ -162,8 +163,8 @@ def _made(wishes: Wishes, task: Task) -> tuple[RunDir, Config]:
 
 @contextlib.asynccontextmanager
 async def against_run(run: RunDir, config: Config, order: m.ExecutionOrder) -> AsyncIterator[asyncio.Future[str]]:
-    """The proxyd of a run that serves: it is told of the execution, and that it is over."""
-    client = Client(run, load_keys(run), "proxyd")
+    """The shard of a run that serves: it is told of the execution, and that it is over."""
+    client = Client(run, load_keys(run), proxyd_name(shard_of(order.execution, config.proxyd.shards)))
     temperature = config.rollout.temperature
     opening = m.OpenExecution(execution=order.execution, purpose=order.purpose, temperature=temperature)
     try:
@@ -194,8 +195,9 @@ async def against_script(
     server = Server(run, keys, kind="cellctl", name="cellctl", life=run.next_life("cellctl"), bind="127.0.0.1")
     server.start()
     telling = asyncio.ensure_future(_tell_proxyd(server, order, engine.url, config))
-    proxyd = await _start_proxyd(run)
-    ended = asyncio.ensure_future(_ended(proxyd, run))
+    shard = shard_of(order.execution, config.proxyd.shards)  # the only one that it needs
+    proxyd = await _start_proxyd(run, shard)
+    ended = asyncio.ensure_future(_ended(proxyd, run, proxyd_name(shard)))
     try:
         yield ended
     finally:
@@ -210,20 +212,20 @@ async def against_script(
         click.echo(f"the script ran out: {engine.ran_out} calls were answered with nothing ({script})", err=True)
 
 
-async def _start_proxyd(run: RunDir) -> Process:
-    command = [sys.executable, "-m", "gyre_cli.proxyd", "run", "--run", str(run.root)]
-    with open(run.path("log", "proxyd.out"), "wb") as output:
+async def _start_proxyd(run: RunDir, shard: int) -> Process:
+    command = [sys.executable, "-m", "gyre_cli.proxyd", "run", "--shard", str(shard), "--run", str(run.root)]
+    with open(run.path("log", f"{proxyd_name(shard)}.out"), "wb") as output:
         return await asyncio.create_subprocess_exec(
             *command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
         )
 
 
-async def _ended(proxyd: Process, run: RunDir) -> str:
+async def _ended(proxyd: Process, run: RunDir, name: str) -> str:
     """Its last words, when it has ended: without it nobody answers."""
     await proxyd.wait()
-    words = run.path("log", "proxyd.out").read_text(errors="replace").strip().splitlines()
-    last = words[-1].removeprefix("error: ") if words else f"no word in {run.path('log', 'proxyd.log')}"
-    return f"proxyd ended with code {proxyd.returncode}: {last}"
+    words = run.path("log", f"{name}.out").read_text(errors="replace").strip().splitlines()
+    last = words[-1].removeprefix("error: ") if words else f"no word in {run.path('log', f'{name}.log')}"
+    return f"{name} ended with code {proxyd.returncode}: {last}"
 
 
 async def _tell_proxyd(server: Server, order: m.ExecutionOrder, url: str, config: Config) -> None:

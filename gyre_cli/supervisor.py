@@ -24,13 +24,14 @@ from gyre_base.config import Config
 from gyre_base.daemon import die_with_parent
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir
+from gyre_base.shards import proxyd_names
 from gyre_cli.common import NO, USAGE
 
 RESTARTS = 5  # of one daemon within WINDOW_S; more is a fault that restarting does not cure
 WINDOW_S = 120.0
 STOP_GRACE_S = 20.0
 LOOK_S = 0.7
-STOP_ORDER = ("ex", "celld-", "proxyd", "trajd", "cellctl")
+STOP_ORDER = ("ex", "celld-", "proxyd-", "trajd", "cellctl")
 
 
 class RunFailed(RuntimeError):
@@ -63,9 +64,13 @@ def line(run: RunDir, python: list[str], name: str, module: str, *arguments: str
     return Daemon(name, [*python, "-m", f"gyre_cli.{module}", *arguments, "--run", str(run.root)])
 
 
-def services(run: RunDir, python: list[str]) -> list[Daemon]:
-    """What every run has once, in the order of its start."""
-    return [line(run, python, name, name, "run") for name in ("cellctl", "trajd", "proxyd")]
+def services(run: RunDir, python: list[str], config: Config) -> list[Daemon]:
+    """What every run has once, and its shards of proxyd, in the order of their start."""
+    shards = (
+        line(run, python, name, "proxyd", "run", "--shard", str(shard))
+        for shard, name in enumerate(proxyd_names(config.proxyd.shards))
+    )
+    return [*(line(run, python, name, name, "run") for name in ("cellctl", "trajd")), *shards]
 
 
 def executors(run: RunDir, python: list[str], config: Config) -> list[Daemon]:
@@ -101,7 +106,7 @@ class Supervisor:
         """Every daemon of the run, in the order of its start."""
         python, count = [sys.executable], self._config.cluster.cells
         cells = [line(self._run, python, f"celld-c{i}", "celld", "run", "--cell", f"c{i}") for i in range(count)]
-        return [*services(self._run, python), *cells, *executors(self._run, python, self._config)]
+        return [*services(self._run, python, self._config), *cells, *executors(self._run, python, self._config)]
 
     async def serve(self) -> bool:
         """True if the run is done, False if it was stopped before. Raises RunFailed."""

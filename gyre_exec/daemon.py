@@ -24,6 +24,7 @@ from gyre_base import messages as m
 from gyre_base.journal import Journal
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir, RunDirError
+from gyre_base.shards import proxyd_name
 from gyre_base.tasklist import entries
 from gyre_base.vocabulary import Outcome, Purpose
 from gyre_exec import child as children
@@ -39,7 +40,7 @@ from gyre_exec.quota import Watch, Watched
 from gyre_exec.relay import Relay
 from gyre_exec.snapshot import Store
 from gyre_exec.tasks import Task, from_order
-from gyre_exec.upstream import Address, Upstream, address_of
+from gyre_exec.upstream import Address, Upstreams, address_of
 from gyre_exec.workspace import MARK, SOCKET, CommandLine, Settings, Workspace, WorkspaceError, kinds
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Executor(daemon.Shell):
         self.heartbeat_s = settings.cluster.heartbeat_s
         self.adapter = adapter
         self.client = bus.Client(run, keys, "cellctl", identity=f"executor:{name}:{life}")
-        self.relay = Relay(Upstream(self._find_proxyd))
+        self.relay = Relay(Upstreams(self._find_proxyd, settings.proxyd.shards))
         self._tasks_of: dict[str, Task] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._children: dict[str, children.Child] = {}
@@ -96,7 +97,7 @@ class Executor(daemon.Shell):
         limit_s = settings.tasks.evaluation_limit_s
         self._progress = Progress(settings.tasks.progress_every_s, limit_s, self._in_progress)
         self._server_seen: tuple[str, int] | None = None
-        self._proxy_seen: tuple[str, int] | None = None
+        self._proxies_seen: dict[int, tuple[str, int]] = {}  # by shard: address and life
 
     # ---- effects --------------------------------------------------------------------------------------------------
 
@@ -331,8 +332,8 @@ class Executor(daemon.Shell):
 
     # ---- the line to cellctl and proxyd ---------------------------------------------------------------------------
 
-    def _find_proxyd(self) -> Address | None:
-        endpoint = self.run_dir.endpoint("proxyd")
+    def _find_proxyd(self, shard: int) -> Address | None:
+        endpoint = self.run_dir.endpoint(proxyd_name(shard))
         url = endpoint.extra.get("http") if endpoint is not None else None
         return address_of(url) if url else None
 
@@ -370,11 +371,16 @@ class Executor(daemon.Shell):
             progress, work = sum(self.core.finished.values()), len(self.core.held)
             beat = m.Heartbeat(kind="executor", name=self.name, life=self.life, progress=progress, work=work)
             await self.client.send(beat)
-            proxyd = self.run_dir.endpoint("proxyd")
-            if proxyd is not None and self._proxy_seen != (proxyd.address, proxyd.life):
-                if self._proxy_seen is not None:
-                    self.relay.proxy_moved()
-                self._proxy_seen = (proxyd.address, proxyd.life)
+            for shard in range(self.settings.proxyd.shards):
+                self._look_at_proxyd(shard)
+
+    def _look_at_proxyd(self, shard: int) -> None:
+        proxyd = self.run_dir.endpoint(proxyd_name(shard))
+        seen = self._proxies_seen.get(shard)
+        if proxyd is not None and seen != (proxyd.address, proxyd.life):
+            if seen is not None:
+                self.relay.proxy_moved(shard)
+            self._proxies_seen[shard] = (proxyd.address, proxyd.life)
 
     async def _listen(self) -> None:
         while True:

@@ -26,7 +26,7 @@ import xxhash
 from gyre_exec import http1
 from gyre_exec.downstream import Downstream, Waiter, asks_for_stream
 from gyre_exec.live import SO_FAR, Live, without_wait
-from gyre_exec.upstream import Broken, Upstream
+from gyre_exec.upstream import Broken, Upstreams
 
 log = logging.getLogger(__name__)
 TARGET = re.compile(rb"/x/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/[^#]*")
@@ -126,8 +126,8 @@ class Call:
 class Relay:
     """One per executor process. `open` and `close` bracket an execution."""
 
-    def __init__(self, upstream: Upstream, limits: RelayLimits | None = None) -> None:
-        self._upstream = upstream
+    def __init__(self, upstreams: Upstreams, limits: RelayLimits | None = None) -> None:
+        self._upstreams = upstreams
         self._limits = limits or RelayLimits()
         self._accounts: dict[str, Account] = {}
         self._server: asyncio.Server | None = None
@@ -209,9 +209,9 @@ class Relay:
         account.sent.clear()
         return account, waited_s
 
-    def proxy_moved(self) -> None:
-        """proxyd has a new life: open calls are sent again now."""
-        self._upstream.moved()
+    def proxy_moved(self, shard: int) -> None:
+        """A shard of proxyd has a new life: open calls of its executions are sent again now."""
+        self._upstreams.moved(shard)
 
     async def stop(self) -> None:
         for execution in list(self._accounts):
@@ -222,7 +222,7 @@ class Relay:
             connection.abort()
         for task in list(self._goodbyes):
             task.cancel()
-        self._upstream.close()
+        self._upstreams.close()
 
     # ---- a request comes in ---------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Relay:
                 break
             if delay == BACKOFF_FIRST_S:
                 log.info("call %s of %s is sent again until it is answered: %s", call.id, account.execution, why)
-            self._upstream.look_again()
+            self._upstreams.of(account.execution).look_again()
             account.resent += 1
             account.break_begins(began)
             try:
@@ -364,7 +364,8 @@ class Relay:
 
         is_head = call.request.method == b"HEAD"
         try:
-            answer = await self._upstream.exchange(_forwarded(call), is_head=is_head, on_chunk=chunk)
+            upstream = self._upstreams.of(call.account.execution)
+            answer = await upstream.exchange(_forwarded(call), is_head=is_head, on_chunk=chunk)
         except Broken as error:
             return None, str(error)
         if answer.status in RESEND:
@@ -413,7 +414,7 @@ class Relay:
         head = [(k, v) for k, v in call.request.headers if k in (b"authorization", b"x-api-key")]
         target = f"/x/{call.account.execution}/calls/{call.id}".encode()
         with contextlib.suppress(Broken):
-            await self._upstream.exchange(
+            await self._upstreams.of(call.account.execution).exchange(
                 http1.request(b"DELETE", target, [(b"host", b"proxyd"), *head], b""), is_head=False
             )
 

@@ -1,7 +1,7 @@
 """Connections to proxyd: kept alive, one request each at a time, found anew through the run directory after any break.
 
-`exchange` gives the complete answer or raises Broken; parts of one go only to those who ask for the chunks of a live
-answer. Decides nothing about trying again.
+Each shard has connections of its own: one that dies breaks no other's. `exchange` gives the complete answer or raises
+Broken; parts of one go only to those who ask for the chunks of a live answer. Decides nothing about trying again.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
+from gyre_base.shards import shard_of
 from gyre_exec import http1
 
 Address = tuple[str, int]
@@ -96,7 +98,7 @@ def _keep_alive(sock: socket.socket | None) -> None:
 
 
 class Upstream:
-    """The pool. `find` reads where proxyd is now; None while it has no endpoint."""
+    """The pool of one shard. `find` reads where it is now; None while it has no endpoint."""
 
     def __init__(self, find: Callable[[], Address | None]) -> None:
         self._find = find
@@ -160,10 +162,29 @@ class Upstream:
         self._address = None
 
     def moved(self) -> None:
-        """proxyd has a new life: whatever still hangs on the old one is broken now, so that it is sent again."""
+        """It has a new life: whatever still hangs on the old one is broken now, so that it is sent again."""
         self._address = None
         for connection in [*self._idle, *self._busy]:
             connection.fail("proxyd has moved")
 
     def close(self) -> None:
         self.moved()
+
+
+class Upstreams:
+    """A pool for each shard of proxyd. `find` reads where a shard is now."""
+
+    def __init__(self, find: Callable[[int], Address | None], shards: int = 1) -> None:
+        self._pools = [Upstream(partial(find, shard)) for shard in range(shards)]
+
+    def of(self, execution: str) -> Upstream:
+        """To the shard that an execution belongs to."""
+        return self._pools[shard_of(execution, len(self._pools))]
+
+    def moved(self, shard: int) -> None:
+        """This shard has a new life."""
+        self._pools[shard].moved()
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()

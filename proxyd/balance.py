@@ -2,6 +2,9 @@
 
 An execution has a home, where its prefix is cached. A call leaves it only for an engine that is far less busy, or
 because the home can't be used. An engine's own count of its work (`/v1/loads`) adds what others sent there.
+
+Shards do not talk. Each keeps to its share of what an engine takes, and what it can't see of the others' work it takes
+to be like its own: executions are spread over shards by a hash.
 """
 
 from __future__ import annotations
@@ -18,11 +21,16 @@ PARSE_S_PER_TOKEN, PARSE_S = 4e-7, 2e-4  # what an engine's front end spends on 
 AHEAD_S = 0.05  # re-sends that an engine may have before it at once
 
 
-class Balance:
-    """`homes`: cell -> executions at home there. `cap`: calls in flight per engine, 0 for no bound."""
+def share(cap: int, shard: int, shards: int) -> int:
+    """Of `cap` calls in flight at an engine, how many are this shard's: the shares add up to it. 0 for no bound."""
+    return cap // shards + (shard < cap % shards)
 
-    def __init__(self, cap: int = 0) -> None:
-        self.cap = cap
+
+class Balance:
+    """One shard's. `homes`: cell -> executions at home there. `cap`: its calls in flight per engine, 0 for no bound."""
+
+    def __init__(self, cap: int = 0, shards: int = 1) -> None:
+        self.cap, self.shards = cap, shards
         self.homes: dict[str, int] = {}
         self._foreign: dict[str, tuple[int, float]] = {}  # engine url -> (work that is not ours, counts until)
         self._busy: dict[str, float] = {}  # cell -> its front end has re-sends to parse until then
@@ -39,10 +47,13 @@ class Balance:
         self._foreign[url] = (max(0, work - ours), now + REPORT_S)
 
     def load(self, engine: Engine, in_flight: Mapping[str, Collection[str]], now: float) -> float:
-        """Executions at home there, or work there, whichever is more, per slot."""
+        """Executions at home there, or work there, whichever is more, per slot. Of all shards, as far as this one can
+        tell.
+        """
         foreign, until = self._foreign.get(engine.url, (0, 0.0))
-        work = len(in_flight.get(engine.cell, ())) + (foreign if now < until else 0)
-        return max(self.homes.get(engine.cell, 0), work) / max(1, engine.slots)
+        mine = len(in_flight.get(engine.cell, ()))
+        work = mine + foreign if now < until else mine * self.shards
+        return max(self.homes.get(engine.cell, 0) * self.shards, work) / max(1, engine.slots)
 
     def full(self, engine: Engine, in_flight: Mapping[str, Collection[str]]) -> bool:
         return 0 < self.cap <= len(in_flight.get(engine.cell, ()))
@@ -81,7 +92,7 @@ class Balance:
         busy = max(now, self._busy.get(cell, 0.0))
         if busy - now > AHEAD_S:
             return busy - AHEAD_S
-        self._busy[cell] = busy + PARSE_S + tokens * PARSE_S_PER_TOKEN
+        self._busy[cell] = busy + (PARSE_S + tokens * PARSE_S_PER_TOKEN) * self.shards  # each re-sends at its share
         return now
 
 

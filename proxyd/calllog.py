@@ -1,4 +1,4 @@
-"""The call log: one append-only file per life, group commit in a thread, and the way back from it at start.
+"""The call log: one append-only file per shard and life, group commit in a thread, and the way back from it at start.
 
 Invariant: `append` resolves only when the line is as durable as the run asks (DESIGN 3.5). A disk that is full holds
 calls: the writer cuts what it half wrote, says so and tries again until it succeeds; nothing is dropped.
@@ -22,7 +22,7 @@ from gyre_base.runfile import Note, Record, RunHeader, RunReader, encode
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
 BATCH = 512  # lines per write
-NAME = "proxyd-{life}.jsonl"
+NAME = "{proxyd}-{life}.jsonl"
 
 _Item = tuple[Callable[[], bytes], asyncio.Future[None]]
 
@@ -130,9 +130,9 @@ def _resolve(futures: list[asyncio.Future[None]], failed: dict[int, Exception]) 
             future.set_result(None)
 
 
-def earlier_records(run: RunDir) -> Iterator[Record]:
-    """Every record of earlier lives, oldest life first. Damaged lines are counted and passed over."""
-    for path in sorted(run.path("calls").glob(NAME.format(life="*")), key=_life):
+def earlier_records(run: RunDir, proxyd: str) -> Iterator[Record]:
+    """Every record of earlier lives of a shard, oldest life first. Damaged lines are counted and passed over."""
+    for path in sorted(run.path("calls").glob(NAME.format(proxyd=proxyd, life="*")), key=_life):
         reader = RunReader(path)
         for located in reader.records():
             yield located.record

@@ -22,7 +22,7 @@ from gyre_base.messages import (
     OperatorOrder,
     Refused,
 )
-from proxyd.balance import Balance
+from proxyd.balance import Balance, share
 from proxyd.events import (
     Abort,
     CallArrived,
@@ -49,10 +49,14 @@ class Unexpected(RuntimeError):
 
 
 class Router:
-    """State of one proxyd. Public attributes are read by views; only `handle` changes them."""
+    """State of one shard. `cap`: calls in flight per engine, of all shards together; 0 for no bound.
 
-    def __init__(self, cap: int = 0) -> None:
-        self.balance = Balance(cap)
+    Public attributes are read by views; only `handle` changes them.
+    """
+
+    def __init__(self, cap: int = 0, shard: int = 0, shards: int = 1) -> None:
+        self.shard = shard
+        self.balance = Balance(share(cap, shard, shards), shards)
         self.life = 0  # in every rid: an engine may still hold what a killed life sent
         self.table_number = -1
         self.engines: dict[str, Engine] = {}
@@ -137,7 +141,7 @@ class Router:
             Submit(
                 call=call.id,
                 number=call.number,
-                rid=call.rid(self.life),
+                rid=call.rid(self.shard, self.life),
                 cell=engine.cell,
                 url=engine.url,
                 version=engine.version,
@@ -237,7 +241,7 @@ class Router:
         call.state, call.held_since, call.abort_by = State.ABORTING, now, now + ABORT_GRACE_S
         self._waiting[call.id] = call
         call.note(now, f"aborted: {why}")
-        self._out.append(Abort(call=call.id, number=call.number, rid=call.rid(self.life), url=call.url))
+        self._out.append(Abort(call=call.id, number=call.number, rid=call.rid(self.shard, self.life), url=call.url))
 
     # ---- executions -------------------------------------------------------------------------------------------------
 
@@ -317,6 +321,7 @@ class Router:
     def _obey(self, order: OperatorOrder, now: float) -> None:
         """A person's drain blocks a cell until `undrain`; cellctl's own drains are another matter."""
         cell = order.argument
+            shard=self.shard,
         if order.verb not in ("drain", "undrain") or cell not in self.engines:
             known = ", ".join(sorted(self.engines)) or "none"
             self._out.append(Answer(Refused(why=f"proxyd can drain and undrain a cell; cells: {known}")))

@@ -1,9 +1,9 @@
 """The daemon: HTTP in front, engines behind, cellctl at the side. Feeds the core, keeps its journal, carries out what
 it says.
 
-`python -m proxyd.daemon --run DIR`. A killed proxyd is started again on the same directory: the journal brings back
-which executions are open, the call log their trees, so that histories go on with the same ids and finished calls are
-answered again.
+`python -m proxyd.daemon --run DIR --shard N` is one shard of a run (gyre_base/shards.py). Killed, it is started again
+on the same directory: its journal brings back which executions are open, its call log their trees, so that histories go
+on with the same ids and finished calls are answered again. It reads nothing of other shards.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from gyre_base.daemon import Answer, Shell, WakeAt, log_to, run_main, stop_on_si
 from gyre_base.keys import Keys, load_keys
 from gyre_base.rundir import RunDir, RunDirError
 from gyre_base.runfile import RunHeader
+from gyre_base.shards import proxyd_name, proxyd_peer
 from proxyd import calllog, records, views
 from proxyd.chat import ChatModel
 from proxyd.core import Router
@@ -139,14 +140,12 @@ class ProxydShell(Shell):
 
     async def report(self, life: int) -> None:
         """Hello to each life of cellctl, then heartbeats. It answers a hello with the open executions and the table."""
-        greeted = -1
+        greeted, name = -1, str(self.core.shard)
         while True:
             endpoint = self._run_dir.endpoint("cellctl")
             if endpoint is not None and (endpoint.life != greeted or self._unknown_there):
                 self._unknown_there = False
-                hello = m.Hello(
-                    kind="proxyd", name="proxyd", life=life, pid=os.getpid(), holds=tuple(self.core.executions)
-                )
+                hello = m.Hello(kind="proxyd", name=name, life=life, pid=os.getpid(), holds=tuple(self.core.executions))
                 try:
                     await self._client.ask(hello, timeout_s=5.0)
                     greeted = endpoint.life
@@ -156,7 +155,7 @@ class ProxydShell(Shell):
             if endpoint is not None:
                 work = sum(map(len, self.core.on_cell.values()))  # calls that an engine has
                 progress = self.service.vital_signs
-                beat = m.Heartbeat(kind="proxyd", name="proxyd", life=life, progress=progress, work=work)
+                beat = m.Heartbeat(kind="proxyd", name=name, life=life, progress=progress, work=work)
                 await self._client.send(beat)
             await asyncio.sleep(self.heartbeat_s if greeted >= 0 else 0.1)
 
@@ -223,29 +222,33 @@ def embedding_rows(config: Config) -> int:
     return int(orjson.loads(path.read_bytes()).get("vocab_size", 0)) if config.model.path and path.exists() else 0
 
 
-async def run_proxyd(run_dir: str) -> None:
-    """Serve one run until TERM. A second start continues from its directory."""
+async def run_proxyd(run_dir: str, shard: int = 0) -> None:
+    """Serve one shard of a run until TERM. A second start continues from its directory. Raises ConfigError."""
     run = RunDir.open(run_dir)
-    log_to(run.path("log", "proxyd.log"), name="proxyd")
-    with run.lock("proxyd"):
-        await _serve(run)
+    config, name = configuration.from_json(run.path("run.json").read_text()), proxyd_name(shard)
+    if shard not in range(config.proxyd.shards):
+        raise ConfigError(f"the run has no shard {shard}: proxyd.shards is {config.proxyd.shards}, the first is 0")
+    log_to(run.path("log", f"{name}.log"), name=name)
+    with run.lock(name):
+        await _serve(run, config, shard)
 
 
-async def _serve(run: RunDir) -> None:
-    keys, config = load_keys(run), configuration.from_json(run.path("run.json").read_text())
+async def _serve(run: RunDir, config: Config, shard: int) -> None:
+    keys, name = load_keys(run), proxyd_name(shard)
     chat, tokenizer = load_chat(config)
-    life = run.next_life("proxyd")
-    path = run.path("journal", "proxyd.jsonl")
+    life = run.next_life(name)
+    path = run.path("journal", f"{name}.jsonl")
     journals.mend_tail(path)
     opened = open_executions(path)
-    forests = records.restore(calllog.earlier_records(run), chat, set(opened))
-    client = Client(run, keys, "cellctl", identity=f"proxyd:proxyd:{life}")
-    shell = ProxydShell(Router(config.engine.max_running_requests), journals.Journal(path), client, run)
+    forests = records.restore(calllog.earlier_records(run, name), chat, set(opened))
+    client = Client(run, keys, "cellctl", identity=f"{proxyd_peer(shard)}:{life}")
+    core = Router(config.engine.max_running_requests, shard, config.proxyd.shards)
+    shell = ProxydShell(core, journals.Journal(path), client, run)
     shell.heartbeat_s = config.cluster.heartbeat_s
     stop_on_signals(shell.stopping)
-    header = RunHeader(run=run.root.name, tokenizer=tokenizer, writer="proxyd", created=shell.clock.now())
+    header = RunHeader(run=run.root.name, tokenizer=tokenizer, writer=name, created=shell.clock.now())
     durable = config.rollout.durability == "fdatasync"
-    calls = calllog.CallLog(run.path("calls", calllog.NAME.format(life=life)), header, durable=durable)
+    calls = calllog.CallLog(run.path("calls", calllog.NAME.format(proxyd=name, life=life)), header, durable=durable)
     engines = EngineClient(keys.admin, chat.stop_ids, config.engine.stream_interval)
     shell.service = Service(config, chat, engines, calls, shell.feed, shell.clock.now, shell.fail)
     shell.service.forests = forests
@@ -274,9 +277,10 @@ async def _until_stopped(
         host, port = await web.start(own_address(config.cluster.bind))
     except OSError as error:
         raise cannot_listen(config.cluster.bind, error.strerror or str(error)) from None
-    server = Server(run, keys, kind="proxyd", name="proxyd", life=life, bind=config.cluster.bind)
+    name = proxyd_name(shell.core.shard)
+    server = Server(run, keys, kind="proxyd", name=name, life=life, bind=config.cluster.bind)
     server.start({"http": f"http://{host}:{port}"})
-    log.info("proxyd life %d serves http://%s:%s, %d executions open", life, host, port, len(shell.core.executions))
+    log.info("%s life %d serves http://%s:%s, %d executions open", name, life, host, port, len(shell.core.executions))
     for work in (
         shell.answer_questions(server),
         shell.report(life),
@@ -293,16 +297,17 @@ async def _until_stopped(
         await shell.service.stop()
         calls.close()
         shell.close()
-        log.info("proxyd life %d has ended", life)
+        log.info("%s life %d has ended", name, life)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m proxyd.daemon --run DIR`. Exit codes as everywhere (DESIGN 12)."""
-    options = argparse.ArgumentParser(prog="proxyd.daemon", description="The request router of one run.")
+    """`python -m proxyd.daemon --run DIR --shard N`. Exit codes as everywhere (DESIGN 12)."""
+    options = argparse.ArgumentParser(prog="proxyd.daemon", description="One shard of the request router of a run.")
     options.add_argument("--run", required=True, help="run directory")
+    options.add_argument("--shard", type=int, default=0, help="which of proxyd.shards; the first is 0 (default)")
     given = options.parse_args(arguments)
     try:
-        run_main(lambda: run_proxyd(given.run))
+        run_main(lambda: run_proxyd(given.run, given.shard))
     except (ConfigError, CannotListen, RunDirError) as error:
         print(f"proxyd: {error}", file=sys.stderr)
         return 4 if isinstance(error, RunDirError) else 2

@@ -39,37 +39,44 @@ class LoopLag:
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 
 
+_Family = tuple[str, str, str, dict[str, Any]]  # name, kind, about, value by labels
+
+
 def exposition(core: Router, service: Service, lag: LoopLag, now: float) -> bytes:
-    """All families."""
-    return "".join(_families(core, service, lag, now)).encode()
+    """All families. Every sample names its shard: a port, by which Prometheus would tell them apart, is a new one after
+    each start.
+    """
+    return "".join(_text(family, f'shard="{core.shard}"') for family in _families(core, service, lag, now)).encode()
 
 
-def _families(core: Router, service: Service, lag: LoopLag, now: float) -> Iterator[str]:
+def _families(core: Router, service: Service, lag: LoopLag, now: float) -> Iterator[_Family]:
     states = [call.state for call in core.calls.values()]
     calls = {state.value: states.count(state) for state in State}
-    yield _family("gyre_proxyd_calls", "gauge", "Open calls by state.", {f'state="{k}"': v for k, v in calls.items()})
-    yield _family("gyre_proxyd_calls_finished_total", "counter", "Answers of this life.", {"": core.finished})
-    yield _family("gyre_proxyd_calls_moved_total", "counter", "Changes of engine in mid-call.", {"": core.moved})
+    yield ("gyre_proxyd_calls", "gauge", "Open calls by state.", {f'state="{k}"': v for k, v in calls.items()})
+    yield ("gyre_proxyd_calls_finished_total", "counter", "Answers of this life.", {"": core.finished})
+    yield ("gyre_proxyd_calls_moved_total", "counter", "Changes of engine in mid-call.", {"": core.moved})
     tokens = {'kind="prompt"': service.prompt_tokens, 'kind="new_prompt"': service.new_prompt_tokens}
     tokens |= {'kind="sampled"': service.sampled_tokens}
-    yield _family("gyre_proxyd_tokens_total", "counter", "Tokens of finished calls.", tokens)
-    yield _family("gyre_proxyd_executions", "gauge", "Open executions.", {"": len(core.executions)})
+    yield ("gyre_proxyd_tokens_total", "counter", "Tokens of finished calls.", tokens)
+    yield ("gyre_proxyd_executions", "gauge", "Open executions.", {"": len(core.executions)})
     flying = {f'cell="{_escaped(c)}"': len(core.on_cell.get(c, ())) for c in core.engines}
-    yield _family("gyre_proxyd_in_flight", "gauge", "Calls at each engine.", flying)
+    yield ("gyre_proxyd_in_flight", "gauge", "Calls at each engine.", flying)
     usable = {f'cell="{_escaped(e.cell)}"': int(core.usable(e, now)) for e in core.engines.values()}
-    yield _family("gyre_proxyd_routable", "gauge", "Whether an engine gets new calls.", usable)
-    yield _family("gyre_proxyd_log_trouble", "gauge", "1 while the call log cannot be written.", _trouble(service))
+    yield ("gyre_proxyd_routable", "gauge", "Whether an engine gets new calls.", usable)
+    yield ("gyre_proxyd_log_trouble", "gauge", "1 while the call log cannot be written.", _trouble(service))
     lags = {f'quantile="{q}"': round(lag.quantile_s(q), 6) for q in (0.5, 0.99, 1.0)}
-    yield _family("gyre_proxyd_loop_lag_seconds", "gauge", "Lateness of the event loop in the last minute.", lags)
+    yield ("gyre_proxyd_loop_lag_seconds", "gauge", "Lateness of the event loop in the last minute.", lags)
 
 
 def _trouble(service: Service) -> dict[str, int]:
     return {"": int(bool(service.log_trouble))}
 
 
-def _family(name: str, kind: str, about: str, values: dict[str, Any]) -> str:
+def _text(family: _Family, shard: str) -> str:
+    name, kind, about, values = family
     lines = [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-    lines += [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in values.items()]
+    for labels, value in values.items():
+        lines.append(f"{name}{{{','.join(filter(None, (shard, labels)))}}} {value}")
     return "\n".join(lines) + "\n"
 
 

@@ -48,9 +48,12 @@ class Call:
         self.story.append(f"{now - self.arrived:.3f} {what}")
         del self.story[:-STORY]
 
-    def rid(self, life: int) -> str:
-        """Our request id at the engine: 32 digits, one per submission."""
-        return xxhash.xxh3_128_hexdigest(f"{life}/{self.id}/{self.number}".encode())
+    def rid(self, shard: int, life: int) -> str:
+        """Our request id at the engine, one per submission: two digits for the shard, then 30.
+
+        Always 32 in all: engines abort whatever begins with the id that they are told.
+        """
+        return f"{shard:02x}{xxhash.xxh3_128_hexdigest(f'{life}/{self.id}/{self.number}'.encode())[2:]}"
 
 
 @dataclass(slots=True)

@@ -14,17 +14,19 @@ Row = dict[str, Any]
 
 
 def rows(what: str, argument: str, core: Router, service: Service, lag: LoopLag, now: float) -> list[Row]:
-    """One view. An unknown name gives a row that says so."""
+    """One view, each row with its shard. An unknown name gives a row that says so."""
     match what:
         case "status":
-            return [_status(core, service, lag)]
+            found = [_status(core, service, lag)]
         case "routes":
-            return _engines(core, now)
+            found = _engines(core, now)
         case "sessions":
-            return _sessions(core, service, argument)
+            found = _sessions(core, service, argument)
         case "tail":
-            return [row for row in service.tail if argument in ("", row["execution"])]
-    return [{"error": f"no view is called {what!r}: {', '.join(VIEWS)}"}]
+            found = [row for row in service.tail if argument in ("", row["execution"])]
+        case _:
+            return [{"error": f"no view is called {what!r}: {', '.join(VIEWS)}"}]
+    return [{"shard": core.shard, **row} for row in found]
 
 
 def _status(core: Router, service: Service, lag: LoopLag) -> Row:

@@ -126,8 +126,8 @@ class World:
         earlier = {t: self._work.group(t, EARLIER, self.arm.known) for t in tasks} if self.arm.known else {}
         known = {f"t{t}": tuple(min(h, limit_h) * 3600.0 for h in hours) for t, hours in earlier.items()}
         self.feed(Start(config=tree, train=tuple(f"t{t}" for t in tasks), heldout=(), durations_s=known))
-        for kind in ("proxyd", "trajd"):
-            self.feed(m.Hello(kind=kind, name=kind, life=1, pid=1))
+        for kind, name in (("proxyd", "0"), ("trajd", "trajd")):
+            self.feed(m.Hello(kind=kind, name=name, life=1, pid=1))
         self.feed(m.Hello(kind="executor", name="ex0", life=1, pid=1, slots=1 << 20))
         for cell in self.nodes:
             self.feed(m.RoleChanged(cell=cell, role=Role.ROLLOUT, epoch=0, version="0.0", engine_url=f"http://{cell}"))

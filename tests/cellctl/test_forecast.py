@@ -108,7 +108,7 @@ def dispatched(core: Scheduler, **scheduler: object) -> list[list[object]]:
     known = {"a": (60.0,), "b": (600.0,), "c": (6000.0,), "d": (6.0,)}
     begin = Start(config=tree, train=("a", "b", "c", "d"), heldout=(), durations_s=known)
     out = [core.handle(wire.from_json(wire.to_json(begin)), 0.0)]
-    for kind, name in (("proxyd", "proxyd"), ("trajd", "trajd"), ("executor", "ex0")):
+    for kind, name in (("proxyd", "0"), ("trajd", "trajd"), ("executor", "ex0")):
         out.append(core.handle(m.Hello(kind=kind, name=name, life=1, pid=1, slots=9), 1.0))
     out.append(core.handle(m.RoleChanged(cell="c0", role=Role.ROLLOUT, epoch=0, version="0.0", engine_url="u"), 2.0))
     return out

@@ -150,7 +150,7 @@ def test_a_group_that_closed_while_trajd_was_gone_is_told_to_it_again_even_by_a_
     core = Scheduler()
     tree = {"cluster": {"cells": 1}, "scheduler": {"group_size": 2, "groups_per_batch": 1, "steps_per_burst": 1}}
     core.handle(Start(config={**tree, "evaluation": {"tasks": 0}}, train=("t",), heldout=()), 0.0)
-    for kind, name in (("proxyd", "proxyd"), ("trajd", "trajd"), ("executor", "ex0")):
+    for kind, name in (("proxyd", "0"), ("trajd", "trajd"), ("executor", "ex0")):
         core.handle(m.Hello(kind=kind, name=name, life=1, pid=1, slots=9), 1.0)
     core.handle(m.RoleChanged(cell="c0", role=Role.ROLLOUT, epoch=0, version="0.0", engine_url="u"), 1.0)
     told = [

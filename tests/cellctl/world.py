@@ -51,8 +51,8 @@ class World:
             "evaluation": {"tasks": heldout},
         }
         self.put(0.0, Start(config=tree, train=tuple(f"t{i}" for i in range(5)), heldout=("h0", "h1", "h2", "h3")))
-        for kind in ("proxyd", "trajd"):
-            self.put(self.delay(), m.Hello(kind=kind, name=kind, life=1, pid=1))
+        for kind, name in (("proxyd", "0"), ("trajd", "trajd")):
+            self.put(self.delay(), m.Hello(kind=kind, name=name, life=1, pid=1))
         self.put(self.delay(), m.Hello(kind="executor", name="ex0", life=1, pid=1, slots=64))
         for i in range(cells):
             self.start_cell(f"c{i}", life=1)

@@ -83,7 +83,7 @@ def test_a_proxyd_that_can_not_start_is_said_at_once(tmp_path):
     (tmp_path / "s.json").write_text('["x"]')
     words = ("--config", "gyre.toml", "--script", "s.json", "--", "sh", "-c", "sleep 600")
     said = say("gyre", "exec", "--task", TASKS, *words, cwd=tmp_path)
-    complains(said, 1, "proxyd ended with code 2", "chat_template")
+    complains(said, 1, "proxyd-0 ended with code 2", "chat_template")
 
 
 async def test_a_task_runs_against_the_proxyd_of_a_run_and_leaves_it_as_it_was(tmp_path):
@@ -106,7 +106,7 @@ async def test_a_task_runs_against_the_proxyd_of_a_run_and_leaves_it_as_it_was(t
 def test_a_run_that_does_not_serve_does_not_answer(tmp_path):
     run = make_run(tmp_path / "run")
     said = say("gyre", "exec", "--task", TASKS, "--run", str(run), "--", "true")
-    assert said.returncode == 3 and "proxyd does not answer" in said.stderr
+    assert said.returncode == 3 and "proxyd-0 does not answer" in said.stderr
 
 
 @pytest.mark.parametrize("command", ["exec", "up"])

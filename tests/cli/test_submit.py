@@ -115,7 +115,7 @@ def test_a_dry_run_prints_who_does_what_and_submits_nothing(project):
             "node": "1",
             "cells": ["c0"],
             "core": True,
-            "services": ["supervisor", "cellctl", "trajd", "proxyd", "ex0"],
+            "services": ["supervisor", "cellctl", "trajd", "proxyd-0", "ex0"],
             "gpus": 4,
         },
         {"node": "2", "cells": ["c1"], "core": False, "services": [], "gpus": 4},

@@ -147,10 +147,10 @@ class Proxyd:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        life = self.run.next_life("proxyd")
+        life = self.run.next_life("proxyd-0")
         self.run.publish(
             EndpointFile(
-                "proxyd", "proxyd", "tcp://127.0.0.1:1", life, os.getpid(), {"http": f"http://127.0.0.1:{port}"}
+                "proxyd-0", "proxyd", "tcp://127.0.0.1:1", life, os.getpid(), {"http": f"http://127.0.0.1:{port}"}
             )
         )
 

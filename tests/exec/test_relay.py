@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from gyre_exec.relay import Account, Relay, RelayLimits
-from gyre_exec.upstream import Address, Upstream
+from gyre_exec.upstream import Address, Upstreams
 
 SSE = {"Content-Type": "text/event-stream"}
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -33,7 +33,7 @@ class World:
         self.headers: list[Any] = []
         self.cut = 0
         self.relay = Relay(
-            Upstream(lambda: self.address), RelayLimits(quiet_s=0.3, ping_s=0.1, orphan_s=0.5, twin_s=0.02)
+            Upstreams(lambda _: self.address), RelayLimits(quiet_s=0.3, ping_s=0.1, orphan_s=0.5, twin_s=0.02)
         )
         self.session: aiohttp.ClientSession
         self._runner: web.AppRunner | None = None
@@ -229,7 +229,7 @@ async def test_calls_that_hang_on_an_old_proxyd_are_sent_again_when_it_has_moved
         call = asyncio.create_task(_text(w.post()))
         await asyncio.sleep(0.1)
         w.script = after(0.0, "data: new\n\n")
-        w.relay.proxy_moved()
+        w.relay.proxy_moved(0)
         assert (await call).endswith("data: new\n\n") and len(set(w.ids)) == 1 and len(w.ids) == 2
 
 

@@ -117,7 +117,7 @@ class Stage(World):
 
     async def _drop(self, _: Engine) -> None:
         """Every connection between the relay and proxyd breaks."""
-        endpoint = self.run.endpoint("proxyd")
+        endpoint = self.run.endpoint("proxyd-0")
         assert endpoint is not None
         cut = list(own_connections(urlsplit(endpoint.extra["http"]).port or 0))
         assert cut, "the relay has no connection to proxyd"
@@ -173,9 +173,9 @@ class Stage(World):
         with zstandard.open(packed, "rt", encoding="utf-8") as file:
             return file.read()
 
-    async def stop_proxyd(self, how: signal.Signals = signal.SIGTERM) -> int:
+    async def stop_proxyd(self, how: signal.Signals = signal.SIGTERM, shard: int = 0) -> int:
         with contextlib.suppress(ProcessLookupError):  # an executor in this process ends all children when it ends
-            return await super().stop_proxyd(how)
+            return await super().stop_proxyd(how, shard)
         return 0
 
     def verify(self, done: m.ExecutionFinished) -> None:

@@ -24,6 +24,7 @@ from gyre_base.bus import Client, Received, Server
 from gyre_base.keys import Keys, make_keys
 from gyre_base.rundir import RunDir
 from gyre_base.runfile import Call, Note, RunReader
+from gyre_base.shards import proxyd_name, proxyd_names, shard_of
 from gyre_base.vocabulary import Purpose
 from proxyd.chat import ChatModel
 
@@ -154,12 +155,12 @@ class FakeEngine:
 
 
 class FakeCellctl:
-    """Welcomes whoever says hello and keeps what it hears."""
+    """Welcomes whoever says hello and keeps what it hears. What is said of an execution goes to its shard."""
 
-    def __init__(self, run: RunDir, keys: Keys) -> None:
-        self.run, self.keys = run, keys
+    def __init__(self, run: RunDir, keys: Keys, shards: int = 1) -> None:
+        self.run, self.keys, self.shards = run, keys, shards
         self.server: Server | None = None
-        self.peer = b""
+        self.peers: dict[int, bytes] = {}
         self.hellos: list[m.Hello] = []
         self.heard: list[Any] = []
         self.table = 0
@@ -178,7 +179,7 @@ class FakeCellctl:
     async def restart(self) -> None:
         """The old life is deaf from now on and the endpoint names a new one."""
         self._lives[-1][1].cancel()
-        self.peer = b""
+        self.peers.clear()
         await self.start()
 
     async def _listen(self, life: int) -> None:
@@ -189,7 +190,7 @@ class FakeCellctl:
     async def _take(self, received: Received, life: int) -> None:
         assert self.server is not None
         if isinstance(received.message, m.Hello):
-            self.peer = received.peer
+            self.peers[int(received.message.name)] = received.peer
             self.hellos.append(received.message)
             await self.server.send(received.peer, m.Welcome(life=life), received.correlation)
             await self.say(*self.opened.values(), *self.latest)
@@ -206,7 +207,10 @@ class FakeCellctl:
     async def say(self, *messages: Any) -> None:
         assert self.server is not None
         for message in messages:
-            await self.server.send(self.peer, message)
+            name = getattr(message, "execution", None)
+            of = range(self.shards) if name is None else (shard_of(name, self.shards),)
+            for peer in [self.peers[shard] for shard in of if shard in self.peers]:
+                await self.server.send(peer, message)
 
     async def serve(self, *engines: FakeEngine, away: tuple[str, ...] = ()) -> None:
         """A new table with these engines in this order, and until proxyd goes by it."""
@@ -217,11 +221,12 @@ class FakeCellctl:
         )
         self.latest = (m.EngineTable(number=self.table, engines=lines),)
         await self.say(*self.latest)
-        client = Client(self.run, self.keys, "proxyd")
-        async with asyncio.timeout(15.0):
-            while (await client.ask(m.StatusRequest())).rows[0]["table"] < self.table:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        client.close()
+        for name in proxyd_names(self.shards):
+            client = Client(self.run, self.keys, name)
+            async with asyncio.timeout(15.0):
+                while (await client.ask(m.StatusRequest())).rows[0]["table"] < self.table:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            client.close()
 
     async def open(self, execution: str, temperature: float = 1.0) -> None:
         self.opened[execution] = m.OpenExecution(execution=execution, purpose=Purpose.TRAIN, temperature=temperature)
@@ -239,7 +244,7 @@ class FakeCellctl:
 
 
 class World:
-    """A run directory, a fake cellctl, a proxyd process."""
+    """A run directory, a fake cellctl, a process for each shard of proxyd (`process` is the first)."""
 
     def __init__(self, root: Path, tokenizer: Path, **overrides: Any) -> None:
         self.run = RunDir.create(root)
@@ -250,21 +255,24 @@ class World:
         self.config = configuration.from_tree(tree)
         self.run.write_atomic("run.json", configuration.to_json(self.config))
         self.keys = make_keys(self.run)
-        self.cellctl = FakeCellctl(self.run, self.keys)
+        self.shards = self.config.proxyd.shards
+        self.cellctl = FakeCellctl(self.run, self.keys, self.shards)
         self.chat = ChatModel.load(tokenizer)
-        self.process: asyncio.subprocess.Process | None = None
+        self.processes: dict[int, asyncio.subprocess.Process] = {}
         self.engines: list[FakeEngine] = []
         self.session: aiohttp.ClientSession
 
     async def __aenter__(self) -> World:
         await self.cellctl.start()
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=40))
-        await self.start_proxyd()
+        for shard in range(self.shards):
+            await self.start_proxyd(shard)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.session.close()
-        await self.stop_proxyd()
+        for shard in list(self.processes):
+            await self.stop_proxyd(shard=shard)
         for engine in self.engines:
             await engine.stop()
         await self.cellctl.stop()
@@ -274,23 +282,30 @@ class World:
         self.engines.append(made)
         return made
 
-    async def start_proxyd(self) -> None:
-        before = len(self.cellctl.hellos)
-        old = self.run.endpoint("proxyd")
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "proxyd.daemon", "--run", str(self.run.root), cwd=REPOSITORY
-        )
-        await self.cellctl.until(lambda: len(self.cellctl.hellos) > before, 30.0)
-        await self.cellctl.until(lambda: (e := self.run.endpoint("proxyd")) and (old is None or e.life > old.life))
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        return self.processes[0]
 
-    async def stop_proxyd(self, how: signal.Signals = signal.SIGTERM) -> int:
-        assert self.process is not None
-        if self.process.returncode is None:
-            os.kill(self.process.pid, how)
-        return await asyncio.wait_for(self.process.wait(), 15.0)
+    def shard_of(self, execution: str) -> int:
+        return shard_of(execution, self.shards)
+
+    async def start_proxyd(self, shard: int = 0) -> None:
+        before = len(self.cellctl.hellos)
+        name = proxyd_name(shard)
+        old = self.run.endpoint(name)
+        words = ("-m", "proxyd.daemon", "--run", str(self.run.root), "--shard", str(shard))
+        self.processes[shard] = await asyncio.create_subprocess_exec(sys.executable, *words, cwd=REPOSITORY)
+        await self.cellctl.until(lambda: len(self.cellctl.hellos) > before, 30.0)
+        await self.cellctl.until(lambda: (e := self.run.endpoint(name)) and (old is None or e.life > old.life))
+
+    async def stop_proxyd(self, how: signal.Signals = signal.SIGTERM, shard: int = 0) -> int:
+        process = self.processes[shard]
+        if process.returncode is None:
+            os.kill(process.pid, how)
+        return await asyncio.wait_for(process.wait(), 15.0)
 
     def base(self, execution: str) -> str:
-        endpoint = self.run.endpoint("proxyd")
+        endpoint = self.run.endpoint(proxyd_name(self.shard_of(execution)))
         assert endpoint is not None
         return f"{endpoint.extra['http']}/x/{execution}"
 

@@ -111,8 +111,8 @@ def test_the_next_life_plans_every_request_as_this_one_does(chat: ChatModel, tmp
         asked.append((node.call, plan, node.completion))
         known.append((request, node))
     directory = RunDir.create(tmp_path / str(seed))
-    write_life(directory.path("calls", "proxyd-1.jsonl"), "e", asked, relabels)
-    again = restore(calllog.earlier_records(directory), chat, {"e"})["e"]
+    write_life(directory.path("calls", "proxyd-0-1.jsonl"), "e", asked, relabels)
+    again = restore(calllog.earlier_records(directory, "proxyd-0"), chat, {"e"})["e"]
     for history, base in known:
         request = Conversation((*history, echo(base), *random_new(base, rng)))
         here, there = run.forest.plan("new", request), again.plan("new", request)

@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from gyre_base.shards import proxyd_name
 from gyre_exec.relay import Relay, RelayLimits
-from gyre_exec.upstream import Address, Upstream, address_of
+from gyre_exec.upstream import Address, Upstreams, address_of
 from proxyd.core import Router
 from proxyd.events import Refuse, Submit
 from tests.proxyd.fakes import World
@@ -35,10 +36,10 @@ class Harness:
     def __init__(self, world: World) -> None:
         self.world = world
         limits = RelayLimits(quiet_s=0.05, ping_s=0.1, orphan_s=5.0)
-        self.relay = Relay(Upstream(self._find), limits)
+        self.relay = Relay(Upstreams(self._find, world.shards), limits)
 
-    def _find(self) -> Address | None:
-        endpoint = self.world.run.endpoint("proxyd")
+    def _find(self, shard: int) -> Address | None:
+        endpoint = self.world.run.endpoint(proxyd_name(shard))
         return address_of(str(endpoint.extra["http"])) if endpoint is not None else None
 
     async def begin(self, execution: str) -> None:

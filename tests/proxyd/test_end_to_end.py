@@ -323,7 +323,7 @@ async def test_a_new_cellctl_is_greeted_and_views_answer(tmp_path: Path, tokeniz
         await world.cellctl.restart()
         await world.cellctl.until(lambda: len(world.cellctl.hellos) >= 2)
         assert world.cellctl.hellos[-1].holds == ("e1",)
-        client = Client(world.run, world.keys, "proxyd")
+        client = Client(world.run, world.keys, "proxyd-0")
         views = {}
         for what in ("status", "routes", "sessions", "tail", "nonsense"):
             views[what] = (await client.ask(m.StatusRequest(what=what))).rows
@@ -341,8 +341,9 @@ async def test_a_new_cellctl_is_greeted_and_views_answer(tmp_path: Path, tokeniz
         async with world.session.get(url, headers={"Authorization": f"Bearer {world.keys.admin}"}) as response:
             text = await response.text()
         families = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
-        assert families["gyre_proxyd_calls_finished_total"] == "1" and families['gyre_proxyd_routable{cell="a"}'] == "0"
-        assert families['gyre_proxyd_tokens_total{kind="sampled"}'] == str(len(world.says("Hi.")))
+        assert families['gyre_proxyd_calls_finished_total{shard="0"}'] == "1"
+        assert families['gyre_proxyd_routable{shard="0",cell="a"}'] == "0"
+        assert families['gyre_proxyd_tokens_total{shard="0",kind="sampled"}'] == str(len(world.says("Hi.")))
         assert "gyre_proxyd_loop_lag_seconds" in text and "e1" not in text and "f1.md" not in text
         await _commands(world.run.root)
         client.close()
@@ -376,7 +377,7 @@ async def test_proxyd_ends_cleanly_and_keeps_no_text_outside_the_call_log(tmp_pa
         with pytest.raises(Exception):  # noqa: B017
             await call
         await world.cellctl.until(lambda: not engine.running)
-        assert world.run.endpoint("proxyd") is None
+        assert world.run.endpoint("proxyd-0") is None
         for folder in ("journal", "log"):
             for path in world.run.path(folder).iterdir():
                 assert "f1.md" not in path.read_text() and "secret" not in path.read_text()

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from gyre_exec.relay import Relay, RelayLimits
-from gyre_exec.upstream import Upstream, address_of
+from gyre_exec.upstream import Upstreams, address_of
 from tests.proxyd.fakes import World
 
 COUNT = "/x/e1/v1/messages/count_tokens?beta=true"
@@ -85,10 +85,10 @@ async def target(
 ) -> AsyncIterator[Target]:
     async with World(tmp_path_factory.mktemp("run"), tokenizer) as world:
         await world.cellctl.open("e1")
-        endpoint = world.run.endpoint("proxyd")
-        assert endpoint is not None and world.process is not None
+        endpoint = world.run.endpoint("proxyd-0")
+        assert endpoint is not None
         host, port = address_of(str(endpoint.extra["http"]))
-        relay = Relay(Upstream(lambda: (host, port)), RelayLimits(quiet_s=0.2, ping_s=0.2))
+        relay = Relay(Upstreams(lambda _: (host, port)), RelayLimits(quiet_s=0.2, ping_s=0.2))
         await relay.start()
         relay.open("e1")
         if request.param == "relay":

@@ -18,7 +18,7 @@ def test_one_daemon_killed_on_each_kind_of_node_is_started_again(
     with JobRun(quiet_slurm, tmp_path, model, setting(scheduler__steps=LONG)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1)
-        for name in ("proxyd", "celld-c1", "cellctl"):  # the first node's services, the worker's step
+        for name in ("proxyd-0", "celld-c1", "cellctl"):  # the first node's services, the worker's step
             life = run.life(name)
             run.kill(name)
             run.until_reborn(name, life, 90)
@@ -34,7 +34,7 @@ def test_a_controller_that_is_away_for_a_minute_changes_nothing(
     with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=40)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1)
-        before = {name: run.life(name) for name in ("cellctl", "celld-c0", "celld-c1", "rank-c0", "rank-c1", "proxyd")}
+        before = {name: run.life(name) for name in ("cellctl", "celld-c0", "celld-c1", "rank-c0", "rank-c1", "proxyd-0")}
         quiet_slurm.kill_controller()
         gone = time.monotonic()
         while time.monotonic() - gone < AWAY_S:

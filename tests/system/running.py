@@ -16,6 +16,7 @@ from typing import Any
 from gyre_base import messages as m
 from gyre_base.bus import NoAnswer
 from gyre_base.rundir import RunDir, RunDirError
+from gyre_base.runfile import Call, RunReader
 from gyre_cli import common
 
 HERE = Path(__file__).parent
@@ -40,7 +41,7 @@ def changed(setting: Tree, **changes: Any) -> Tree:
     tree = {section: dict(values) for section, values in setting.items()}
     for name, value in changes.items():
         section, _, key = name.partition("__")
-        tree[section][key] = value
+        tree.setdefault(section, {})[key] = value
     return tree
 
 
@@ -180,6 +181,12 @@ class Run:
         """Events of a daemon's journal."""
         for line in (self.root / "journal" / f"{daemon}.jsonl").read_text().splitlines():
             yield json.loads(line)["event"]
+
+    def executions_in_log(self, shard: str) -> set[str]:
+        """Executions with a call in the log of a shard of proxyd, whatever its life."""
+        readers = [RunReader(path) for path in (self.root / "calls").glob(f"{shard}-*")]
+        records = [located.record for reader in readers for located in reader.records()]
+        return {record.exec for record in records if isinstance(record, Call)}
 
     def batches(self) -> list[int]:
         """Batches in the order in which optimizer steps were reported to the scheduler."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gyre_base.shards import shard_of
 from tests.system.running import RAMBLING, Run
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,8 @@ def many_run(status: dict[str, Any]) -> bool:
 
 
 def test_a_run_survives_the_death_of_every_kind_of_process(tmp_path: Path, random_model: Path) -> None:
-    with Run(tmp_path, random_model, RAMBLING, scheduler__steps=STEPS, scheduler__group_size=6) as run:
+    changes = {"scheduler__steps": STEPS, "scheduler__group_size": 6, "proxyd__shards": 2}
+    with Run(tmp_path, random_model, RAMBLING, **changes) as run:
         run.start()
         run.until(lambda s: s["step"] >= 1)
         run.until(lambda s: s["roles"]["c1"] == "train")
@@ -32,7 +34,7 @@ def test_a_run_survives_the_death_of_every_kind_of_process(tmp_path: Path, rando
         run.kill("engine-c2")  # in the middle of calls
 
         for daemon, moment in (
-            ("proxyd", many_run),
+            ("proxyd-1", many_run),
             ("cellctl", many_run),
             ("trajd", somebody_trains),
             ("cellctl", somebody_trains),
@@ -54,6 +56,9 @@ def test_a_run_survives_the_death_of_every_kind_of_process(tmp_path: Path, rando
 
         summary = run.finish(180)
         assert run.left() == []
+        assert (run.life("proxyd-0"), run.life("proxyd-1")) == (1, 2), "the other shard is not touched"
+        for shard in (0, 1):
+            assert {shard_of(name, 2) for name in run.executions_in_log(f"proxyd-{shard}")} == {shard}
         assert_nothing_was_lost(run, summary)
 
 

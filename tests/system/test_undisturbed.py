@@ -62,7 +62,7 @@ def serve(folder: Path, model: Path) -> None:
         run.until(lambda status: status["run"] == "training")
         assert command("cellctl", "freeze", run=run.root).returncode == 0
         said = {" ".join(words): command(*words, "--json", run=run.root) for words in QUESTIONS}
-        assert {stranger(str(row["url"])) for row in run.rows("proxyd", "routes")} == {401}
+        assert {stranger(str(row["url"])) for row in run.rows("proxyd-0", "routes")} == {401}
         assert command("cellctl", "thaw", run=run.root).returncode == 0
         run.finish()
         answers = {words: {"code": a.returncode, "out": a.stdout, "err": a.stderr} for words, a in said.items()}

@@ -1,5 +1,5 @@
-"""All five cores of gyre in one virtual time: scheduler, router, ledger, agents, executor. Only what is outside of them
-is modelled: engines, ranks, harnesses, the packing, the wire. Seeded; any process may die at any time.
+"""All five cores of gyre in one virtual time: scheduler, routers (one a shard), ledger, agents, executor. Only what is
+outside of them is modelled: engines, ranks, harnesses, the packing, the wire. Seeded; any process may die at any time.
 
 Links keep their order, as the bus does; what is sent to a dead process is lost. A restart does what the real shell
 does: cellctl and trajd replay their journals, proxyd opens again what its journal has open, agents and executors begin
@@ -22,6 +22,7 @@ from celld.agent.core import Agent
 from gyre_base import messages as m
 from gyre_base.daemon import Answer, PeerLost, Send, Tick, WakeAt
 from gyre_base.ids import PolicyVersion
+from gyre_base.shards import ALL, proxyd_name, proxyd_names, proxyd_peer, shard_of
 from gyre_base.vocabulary import Role
 from gyre_exec import events as ex
 from gyre_exec.core import ExecutorCore, Limits
@@ -74,19 +75,27 @@ class Harness:
     done: int = 0
 
 
+def known_as(name: str) -> tuple[str, str]:
+    """Kind and name in a hello of a process that is no agent's."""
+    kind, _, number = name.partition("-")
+    return ("executor", name) if name == "ex0" else (kind, number or name)
+
+
 class Cluster:
     """`run()` until the scheduler is done."""
 
-    def __init__(self, seed: int, policy: str = "elastic", cells: int = 3, faults: int = 0) -> None:
+    def __init__(self, seed: int, policy: str = "elastic", cells: int = 3, faults: int = 0, shards: int = 1) -> None:
         self.random = random.Random(seed)
         self.now, self.queue, self.number = 0.0, [], itertools.count()  # type: ignore[var-annotated]
         self.links: dict[tuple[str, str], float] = {}
         self.faults_left, self.odds = faults, self.random.choice([0.002, 0.01, 0.05])
         self.story: list[tuple[float, str]] = []
-        self.alive = {"cellctl": True, "proxyd": True, "trajd": True, "ex0": True}
+        self.shards = shards
+        self.alive = dict.fromkeys(("cellctl", *proxyd_names(shards), "trajd", "ex0"), True)
         self.lives = dict.fromkeys(self.alive, 1)
         self.scheduler, self.journal = Scheduler(), []  # type: ignore[var-annotated]
-        self.router, self.opened = Router(), {}  # type: ignore[var-annotated]
+        self.routers = [Router(0, shard, shards) for shard in range(shards)]
+        self.opened: list[dict[str, m.OpenExecution]] = [{} for _ in range(shards)]
         self.trajd, self.trajd_journal, self.packing = TrajdCore(BATCH), [], set()  # type: ignore[var-annotated]
         self.executor = ExecutorCore(Limits(slots=64))
         self.harnesses: dict[str, Harness] = {}
@@ -97,6 +106,7 @@ class Cluster:
         self.cells = {rank.cell: Cell(Agent(cell=rank.cell), rank) for rank in ranks}
         tree = {
             "cluster": {"cells": cells},
+            "proxyd": {"shards": shards},
             "scheduler": {
                 "policy": policy,
                 "steps": STEPS,
@@ -109,8 +119,9 @@ class Cluster:
             "evaluation": {"tasks": 0},
         }
         self.to_scheduler(Start(config=tree, train=tuple(f"t{i}" for i in range(4)), heldout=()))
-        self.to_router(px.Restarted(life=1))
-        for name in ("proxyd", "trajd", "ex0"):
+        for shard in range(shards):
+            self.to_router(shard, px.Restarted(life=1))
+        for name in (*proxyd_names(shards), "trajd", "ex0"):
             self.greet(name)
         for name in self.cells:
             self.greet(name)
@@ -166,14 +177,15 @@ class Cluster:
                     if answer is not None:
                         answer(message)
                 case Send(to=to, message=message):
-                    self.wire("cellctl", to, lambda to=to, message=message: self.deliver(to, message))
+                    for one in map(proxyd_peer, range(self.shards)) if to == ALL else (to,):
+                        self.wire("cellctl", one, lambda to=one, message=message: self.deliver(to, message))
 
     def deliver(self, to: str, message: Any) -> None:
         kind, _, name = to.partition(":")
         if kind == "celld":
             self.to_agent(name, message)
         elif kind == "proxyd":
-            self.to_router(message)
+            self.to_router(int(name), message)
         elif kind == "trajd":
             self.to_trajd(message)
         else:
@@ -205,32 +217,39 @@ class Cluster:
             self.say(name, m.Hello(kind="celld", name=name, life=cell.life, pid=1))
             self.at(self.soon(), lambda: self.to_agent(name, agents.Welcomed()))
             return
-        kind = "executor" if name == "ex0" else name
+        kind, called = known_as(name)
         holds = tuple(self.executor.held) if name == "ex0" else ()
-        self.say(name, m.Hello(kind=kind, name=name, life=self.lives[name], pid=1, slots=64, holds=holds))
+        self.say(name, m.Hello(kind=kind, name=called, life=self.lives[name], pid=1, slots=64, holds=holds))
         if name == "ex0":
             self.to_executor(m.Welcome(life=self.lives["cellctl"]))
 
     # ---- proxyd and engines -----------------------------------------------------------------------------------------
 
-    def to_router(self, event: Any) -> None:
-        if not self.alive["proxyd"]:
+    def shard_of(self, call: str) -> int:
+        """By the execution, with which the call's id begins."""
+        return shard_of(call.partition("/")[0], self.shards)
+
+    def to_router(self, shard: int, event: Any) -> None:
+        name = proxyd_name(shard)
+        if not self.alive[name]:
             return
+        if isinstance(event, m.OpenExecution | m.CloseExecution):
+            assert shard_of(event.execution, self.shards) == shard, f"{event} is not for shard {shard}"
         if isinstance(event, m.OpenExecution):
-            self.opened[event.execution] = event
+            self.opened[shard][event.execution] = event
         elif isinstance(event, m.CloseExecution):
-            self.opened.pop(event.execution, None)
-        for command in self.router.handle(event, self.now):
+            self.opened[shard].pop(event.execution, None)
+        for command in self.routers[shard].handle(event, self.now):
             match command:
                 case WakeAt(at=at):
-                    self.at(max(0.0, at - self.now) + 0.002, lambda: self.to_router(Tick()))
+                    self.at(max(0.0, at - self.now) + 0.002, lambda: self.to_router(shard, Tick()))
                 case px.Submit():
-                    self.submit(command)
+                    self.submit(command, name)
                 case px.Abort(call=call, number=number) | px.Cut(call=call, number=number):
-                    key, life = (call, number), self.lives["proxyd"]
+                    key, life = (call, number), self.lives[name]
                     self.at(
                         self.soon(),
-                        lambda key=key, life=life: self.lives["proxyd"] == life and self.end_submission(key, "cut"),
+                        lambda key=key, life=life: self.lives[name] == life and self.end_submission(key, "cut"),
                     )
                 case px.Finish(call=call):
                     self.answered(call, True)
@@ -239,16 +258,17 @@ class Cluster:
                 case Answer():
                     pass
                 case _:
-                    self.say("proxyd", command)
+                    self.say(name, command)
 
-    def submit(self, submit: px.Submit) -> None:
-        engine, key, life = self.cells[submit.cell].engine, (submit.call, submit.number), self.lives["proxyd"]
+    def submit(self, submit: px.Submit, name: str) -> None:
+        engine, key, life = self.cells[submit.cell].engine, (submit.call, submit.number), self.lives[name]
+        shard = self.shard_of(submit.call)
         if not engine.up or engine.released or submit.url != self.url(submit.cell):
             ended = px.SubmissionEnded(call=key[0], number=key[1], how="cut", sampled=0, lost=True, why="gone")
-            self.at(self.soon(), lambda: self.lives["proxyd"] == life and self.to_router(ended))
+            self.at(self.soon(), lambda: self.lives[name] == life and self.to_router(shard, ended))
             return
         engine.running[key] = 30 - submit.sampled
-        self.at(self.soon(2.0), lambda: self.lives["proxyd"] == life and self.end_submission(key, "finished"))
+        self.at(self.soon(2.0), lambda: self.lives[name] == life and self.end_submission(key, "finished"))
 
     def url(self, cell: str) -> str:
         return f"http://{cell}/{self.cells[cell].engine.life}"
@@ -262,7 +282,7 @@ class Cluster:
                 word = px.SubmissionEnded(
                     call=key[0], number=key[1], how=how, sampled=sampled, finish=finish, lost=lost
                 )
-                self.to_router(word)
+                self.to_router(self.shard_of(key[0]), word)
                 return
 
     # ---- executor and harnesses -------------------------------------------------------------------------------------
@@ -308,7 +328,7 @@ class Cluster:
         harness.done += 1
         call = f"{name}/{life}/{harness.done}"
         harness.open = px.CallArrived(call=call, execution=name, prompt_tokens=10, budget=30)
-        self.to_router(harness.open)
+        self.to_router(self.shard_of(call), harness.open)
 
     def answered(self, call: str, well: bool) -> None:
         """By the relay's rule a refusal is shown to the harness, which gives up."""
@@ -521,7 +541,7 @@ class Cluster:
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def fault(self) -> None:
-        kind = self.random.choice(["cellctl", "proxyd", "trajd", "ex0", "celld", "engine", "rank", "rank"])
+        kind = self.random.choice([*self.alive, "celld", "engine", "rank", "rank"])
         name = self.random.choice(list(self.cells))
         self.story.append((round(self.now, 2), f"{kind} {name if kind in ('celld', 'engine', 'rank') else ''}"))
         if kind == "celld":
@@ -539,11 +559,12 @@ class Cluster:
         life = self.lives[name]
         if name == "ex0":
             self.harnesses.clear()
-        elif name == "proxyd":  # engines abort what nobody listens to any more
+        elif name in proxyd_names(self.shards):  # engines abort what nobody listens to any more
             for cell in self.cells.values():
-                cell.engine.running.clear()
-        kind = "executor" if name == "ex0" else name
-        lost = PeerLost(kind=kind, name=name, why="silent")
+                for key in [k for k in cell.engine.running if proxyd_name(self.shard_of(k[0])) == name]:
+                    del cell.engine.running[key]
+        kind, called = known_as(name)
+        lost = PeerLost(kind=kind, name=called, why="silent")
         self.at(LOST_AFTER_S, lambda: not self.alive[name] and self.lives[name] == life and self.to_scheduler(lost))
         self.at(0.5 + self.soon(3.0), lambda: self.start_again(name))
 
@@ -556,14 +577,8 @@ class Cluster:
             self.to_scheduler(Restart(life=self.lives[name]))
             for peer in (*(n for n in self.alive if n != name and self.alive[n]), *self.cells):
                 self.at(self.soon(0.5), lambda peer=peer: self.still_up(peer) and self.greet(peer))
-        elif name == "proxyd":
-            self.router, opened = Router(), list(self.opened.values())
-            for event in (px.Restarted(life=self.lives[name]), *opened):
-                self.to_router(event)
-            self.greet(name)
-            for harness in list(self.harnesses.values()):  # the relay sends again what is not answered
-                if harness.open is not None:
-                    self.to_router(harness.open)
+        elif name in proxyd_names(self.shards):
+            self.start_shard(int(known_as(name)[1]))
         elif name == "trajd":
             self.trajd = TrajdCore(BATCH)
             for event in self.trajd_journal:
@@ -573,6 +588,17 @@ class Cluster:
         else:
             self.executor = ExecutorCore(Limits(slots=64))
             self.greet(name)
+
+    def start_shard(self, shard: int) -> None:
+        """It opens what its journal has open; the relay sends again what is not answered."""
+        name = proxyd_name(shard)
+        self.routers[shard] = Router(0, shard, self.shards)
+        for event in (px.Restarted(life=self.lives[name]), *list(self.opened[shard].values())):
+            self.to_router(shard, event)
+        self.greet(name)
+        for execution, harness in list(self.harnesses.items()):
+            if harness.open is not None and self.shard_of(execution) == shard:
+                self.to_router(shard, harness.open)
 
     def still_up(self, peer: str) -> bool:
         return self.cells[peer].up if peer in self.cells else self.alive[peer]

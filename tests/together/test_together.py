@@ -26,16 +26,16 @@ def ended(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("policy", ["elastic", "colocate", "async"])
-@given(seed=st.integers(0, 10**6), cells=st.integers(2, 4))
+@given(seed=st.integers(0, 10**6), cells=st.integers(2, 4), shards=st.integers(1, 3))
 @settings(max_examples=12, deadline=None)
-def test_an_undisturbed_run_is_done_and_nothing_is_tried_again(policy, seed, cells):
-    cluster = Cluster(seed, policy=policy, cells=cells).run()
+def test_an_undisturbed_run_is_done_and_nothing_is_tried_again(policy, seed, cells, shards):
+    cluster = Cluster(seed, policy=policy, cells=cells, shards=shards).run()
     ended(cluster)
     assert cluster.scheduler.ledger.retries == 0
 
 
 @pytest.mark.parametrize("policy", ["elastic", "colocate", "async"])
-@given(seed=st.integers(0, 10**6), cells=st.integers(2, 4))
+@given(seed=st.integers(0, 10**6), cells=st.integers(2, 4), shards=st.integers(1, 3))
 @settings(max_examples=20, deadline=None)
-def test_any_process_may_die_at_any_time(policy, seed, cells):
-    ended(Cluster(seed, policy=policy, cells=cells, faults=6).run())
+def test_any_process_may_die_at_any_time(policy, seed, cells, shards):
+    ended(Cluster(seed, policy=policy, cells=cells, faults=6, shards=shards).run())

@@ -15,7 +15,7 @@ class Log:
     """Appends to one file of `calls/`. Tokens come from a seed, so two logs of the same calls are equal."""
 
     def __init__(self, folder: Path, life: int = 1) -> None:
-        self.path = folder / f"proxyd-{life}.jsonl"
+        self.path = folder / f"proxyd-0-{life}.jsonl"
         self._writer = CallWriter()
         self.add(encode(RunHeader(run="test", writer="test")))
 
