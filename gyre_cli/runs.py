@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 from pathlib import Path
@@ -68,8 +69,10 @@ def check(config: Config, *, here: bool = True) -> None:
         raise ConfigError('tasks.harness is not set: the command that runs your agent, such as ["python3", "agent.py"]')
     if here:
         check_address(own_address(config.cluster.bind))
+    from celld.trainer.layout import check_layout
     from gyre_exec.tasks import check as check_tasks
 
+    check_layout(config.trainer, json.loads((Path(config.model.path) / "config.json").read_text()))
     paths = [Path(p) for p in (config.tasks.train, config.tasks.heldout) if p]
     problems = check_tasks(paths)
     if problems:

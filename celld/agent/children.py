@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from gyre_base.keys import Keys
 from gyre_base.rundir import RunDir
 
 STOP_GRACE_S = 10.0
+FOLLOW_S = 2.0  # between the end of the leading rank and that of the others
 
 
 class Child:
@@ -33,7 +35,14 @@ class Child:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def start(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+    @property
+    def stacks(self) -> dict[int, Path]:
+        """Of each process that lives: where it writes its stacks when it is asked for them."""
+        return {self.pid: self._log.with_suffix(".stacks")} if self.pid is not None else {}
+
+    async def start(
+        self, command: list[str], environment: Mapping[str, str] | None = None, *, keep_open: tuple[int, ...] = ()
+    ) -> None:
         with open(self._log, "ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -43,6 +52,7 @@ class Child:
                 start_new_session=True,
                 preexec_fn=die_with_parent,
                 env=environment,
+                pass_fds=keep_open,
             )
         self._watch = asyncio.get_running_loop().create_task(self._wait(self._process))
 
@@ -51,7 +61,7 @@ class Child:
         end_group(process.pid)  # an engine's own children would keep its memory
         self._on_exit(self.name, f"ended with code {code}; its last words are in {self._log.name}")
 
-    async def end(self) -> None:
+    async def end(self, grace_s: float = STOP_GRACE_S) -> None:
         """TERM, a grace, KILL of the whole group. No exit is reported."""
         if self._watch is not None:
             self._watch.cancel()
@@ -60,9 +70,65 @@ class Child:
             return
         process.terminate()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+            await asyncio.wait_for(process.wait(), grace_s)
         end_group(process.pid)
         await process.wait()
+
+
+class Ranks:
+    """The trainer ranks of a cell as one child: none goes on without the others, and their end is told once."""
+
+    def __init__(self, log: Path, cell: str, on_exit: Callable[[str, str], None]) -> None:
+        self._log, self._cell, self._on_exit = log, cell, on_exit
+        self._ranks: list[Child] = []
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The leader's, while all of them live."""
+        return self._ranks[0].pid if self._ranks and len(self.stacks) == len(self._ranks) else None
+
+    @property
+    def stacks(self) -> dict[int, Path]:
+        """As of one child."""
+        return {pid: file for rank in self._ranks for pid, file in rank.stacks.items()}
+
+    async def start(self, run: RunDir, config: Config) -> None:
+        """All of them. A cell of several gets a free port of its own, on which they find each other."""
+        count = config.trainer.ranks
+        names = [f"rank-{self._cell}.{number}" if number else f"rank-{self._cell}" for number in range(count)]
+        self._ranks = [Child(name, self._log / f"{name}.log", self._ended) for name in names]
+        for name in names:
+            run.retract(name)
+        if count == 1:
+            await self._ranks[0].start(rank_command(run, config, self._cell))
+            return
+        with socket.create_server((own_address(config.cluster.bind), 0)) as meeting:
+            host, port = meeting.getsockname()[:2]
+            for number, rank in enumerate(self._ranks):
+                words = ["--rank", str(number), "--meet", f"{host}:{port}"]
+                keep_open = () if number else (meeting.fileno(),)
+                words += ["--meet-fd", str(meeting.fileno())] if number == 0 else []
+                await rank.start([*rank_command(run, config, self._cell), *words], keep_open=keep_open)
+
+    def _ended(self, name: str, detail: str) -> None:
+        """Its collectives will never be met: the others are killed before anybody hears of it."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end_others(name, detail))
+
+    async def _end_others(self, name: str, detail: str) -> None:
+        await asyncio.gather(*(rank.end(0.0) for rank in self._ranks))
+        self._ending = None
+        self._on_exit("rank", f"{name} {detail}")
+
+    async def end(self) -> None:
+        """The leader is told, has its time, and tells the others. No exit is reported."""
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+        if self._ranks:
+            await self._ranks[0].end()
+            await asyncio.gather(*(rank.end(FOLLOW_S) for rank in self._ranks[1:]))
 
 
 def end_group(pid: int) -> None:
@@ -148,17 +214,7 @@ def _emulated(config: Config, cell: str) -> list[str]:
     ]
 
 
-def rank_command(run: RunDir, config: Config, cell: str, *, core: bool) -> list[str]:
+def rank_command(run: RunDir, config: Config, cell: str) -> list[str]:
     """One trainer rank; emulated beside an emulated engine."""
-    if config.engine.kind == "emulate":
-        return [sys.executable, "-m", "celld.emulate.trainer", "--run", str(run.root), "--cell", cell]
-    return [
-        sys.executable,
-        "-m",
-        "celld.trainer.main",
-        "--run",
-        str(run.root),
-        "--cell",
-        cell,
-        *(["--core"] if core else []),
-    ]
+    module = "celld.emulate.trainer" if config.engine.kind == "emulate" else "celld.trainer.main"
+    return [sys.executable, "-m", module, "--run", str(run.root), "--cell", cell]

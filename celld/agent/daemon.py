@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from celld.agent import core as c
-from celld.agent.children import Child, engine_command, rank_command, sglang_settings
+from celld.agent.children import Child, Ranks, engine_command, sglang_settings
 from celld.agent.deadman import DeadMan, Verdict, read_beat, requeue
 from celld.agent.switching import Switcher
 from celld.agent.vitals import Vitals
@@ -59,9 +59,9 @@ class AgentShell(Shell):
         folder.mkdir(mode=0o700, exist_ok=True)
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self._switcher = Switcher(self._rank, self._transport, folder, model_config)
-        self._children = {
-            name: Child(name, run.path("log", f"{name}-{cell}.log"), self._child_died) for name in ("engine", "rank")
-        }
+        self._engine_process = Child("engine", run.path("log", f"engine-{cell}.log"), self._child_died)
+        self._ranks = Ranks(run.path("log"), cell, self._child_died)
+        self._children: dict[str, Child | Ranks] = {"engine": self._engine_process, "rank": self._ranks}
         self._launching: set[str] = set()
         self._engine: EngineClient | None = None
         self._vitals = Vitals(config.cluster.stall_s)
@@ -118,9 +118,8 @@ class AgentShell(Shell):
             self._launching.discard(child)
 
     async def _launch_rank(self) -> None:
-        await self._children["rank"].end()
-        self._run.retract(f"rank-{self._cell}")
-        await self._children["rank"].start(rank_command(self._run, self._config, self._cell, core=self._cell == "c0"))
+        await self._ranks.end()
+        await self._ranks.start(self._run, self._config)
         state = await self._rank.ask(m.StopTraining(epoch=0), timeout_s=CHILD_START_S)
         self.post(c.ChildUp(child="rank", version=state.version))
 
@@ -136,7 +135,7 @@ class AgentShell(Shell):
             url = await self._start_sglang(folder, version, seed)
         else:
             command = engine_command(self._run, self._config, self._cell, folder, version, port_file, seed)
-            await self._children["engine"].start(command)
+            await self._engine_process.start(command)
             url = f"http://{own_address(self._config.cluster.bind)}:{await self._port(port_file)}"
         if self._engine is not None:
             await self._engine.close()
@@ -153,7 +152,7 @@ class AgentShell(Shell):
         file = self._run.path("keys", f"engine-{self._cell}.yaml")  # it holds the admin key
         settings.write(file)
         python = self._config.engine.python or sys.executable
-        await self._children["engine"].start(sglang_command(python, file), settings.environment(os.environ))
+        await self._engine_process.start(sglang_command(python, file), settings.environment(os.environ))
         return f"http://{settings.host}:{settings.port}"
 
     async def _serving(self, engine: EngineClient) -> None:
@@ -275,8 +274,8 @@ class AgentShell(Shell):
 
     async def _end_stalled(self, child: str, why: str) -> None:
         """Its stacks into our log, then its end; the core starts another."""
-        pid, dump = self._children[child].pid, self._run.path("log", f"{child}-{self._cell}.stacks")
-        found = await asyncio.to_thread(examine, pid, self._run.root, dump) if pid else ""
+        looks = [asyncio.to_thread(examine, pid, self._run.root, f) for pid, f in self._children[child].stacks.items()]
+        found = "\n".join(word for word in await asyncio.gather(*looks) if word)
         log.critical("the %s is stalled: %s; %s", child, why, found or "its process can't be seen")
         self._vitals.forget(child)
         await self._children[child].end()
@@ -330,7 +329,8 @@ class AgentShell(Shell):
             "version": agent.version,
             "engine": self._config.engine.kind,
             "engine_pid": self._children["engine"].pid,
-            "rank_pid": self._children["rank"].pid,
+            "rank_pid": self._ranks.pid,
+            "rank_pids": list(self._ranks.stacks),
             "transport": self._transport.name,
             "faults": agent.faults,
             "phases_s": agent.phases_s,

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import logging
 
-from celld.emulate.rank import EmulatedRank
+from celld.emulate.rank import EmulatedTeam
+from celld.trainer.rank import Rank
 from celld.trainer.service import RankService
 from gyre_base import config as configuration
 from gyre_base.bus import Server
@@ -33,7 +34,8 @@ async def _run(run: RunDir, cell: str) -> None:
     stop_on_signals(stopping)
     keys, life = load_keys(run), run.next_life(f"rank-{cell}")
     config = configuration.from_json(run.path("run.json").read_text())
-    rank = EmulatedRank(config, run, keys, cell=cell, life=life)
+    rank = Rank(config, run, keys, EmulatedTeam(config, run, keys, cell=cell), cell=cell, life=life)
+    await rank.start()
     server = Server(run, keys, kind="rank", name=f"rank-{cell}", life=life, bind=config.cluster.bind)
     service = RankService(rank, server)
     server.start({"cell": cell, "core": rank.core})

@@ -1,18 +1,20 @@
-"""How the core gets the gradient sums of a batch: pulled from each satellite, checked, in the cells' order.
+"""How the core gets the gradient sums of a batch: each of its ranks pulls from the same rank of each satellite, checks.
 
-Owns the questions to satellites. Never adds, never speaks to trajd. Invariant: a `Computed` that comes out holds
-exactly the micro-steps that were asked for. With `bulk` the bytes are read from a slot of the satellite,
-and over the bus if that fails.
+Owns the questions to satellites. Never adds, never speaks to trajd. Invariant: a `Computed` that
+comes out holds exactly the micro-steps that were asked for, of the same part of the model. With `bulk` the bytes are
+read from a slot of the satellite, and over the bus if that fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
 
 from celld.trainer.gradients import BatchSum, Computed, ContributionDamaged, received
+from celld.trainer.rank import endpoint_of
 from celld.transfer.bulk import Bulk
 from celld.transfer.engine import TransferFailed
 from gyre_base.bus import Client, NoAnswer
@@ -36,9 +38,10 @@ class GradientExchange:
         size: int,
         patience_s: float,
         bulk: Bulk | None = None,
+        rank: int = 0,
     ) -> None:
-        self._run, self._size, self._patience_s, self._bulk = run, size, patience_s, bulk
-        self._clients = {cell: Client(run, keys, f"rank-{cell}") for cell in cells}
+        self._run, self._size, self._patience_s, self._bulk, self._rank = run, size, patience_s, bulk, rank
+        self._clients = {cell: Client(run, keys, endpoint_of(cell, rank)) for cell in cells}
 
     async def pull(self, batch: int, parts: Sequence[Contribution], own: BatchSum | None) -> list[Computed | None]:
         """The sum of each contribution, in their order; None where it can't be had. The core's own has no client."""
@@ -60,9 +63,10 @@ class GradientExchange:
     async def _ask(self, batch: int, part: Contribution) -> GradientSum | Refused:
         """Ask in short turns: a rank that was started again shows in its endpoint and needs no waiting out."""
         by = "bus" if self._bulk is None else self._bulk.kind
-        question, deadline = PullGradient(batch=batch, life=part.life, by=by), time.monotonic() + self._patience_s
+        question = PullGradient(batch=batch, life=part.life, by=by, rank=self._rank)
+        deadline = time.monotonic() + self._patience_s
         while time.monotonic() < deadline:
-            endpoint = self._run.endpoint(f"rank-{part.cell}")
+            endpoint = self._run.endpoint(endpoint_of(part.cell, self._rank))
             if endpoint is None or endpoint.life != part.life:
                 return Refused(why=f"life {part.life} of {part.cell} is over")
             try:
@@ -74,10 +78,10 @@ class GradientExchange:
                 return filled
             except TransferFailed as error:
                 log.error("%s; this sum comes over the bus", error)
-                question = PullGradient(batch=batch, life=part.life)
+                question = dataclasses.replace(question, by="socket")
             except NoAnswer:
                 continue
-        raise NoAnswer(f"rank-{part.cell} does not answer")
+        raise NoAnswer(f"{endpoint_of(part.cell, self._rank)} does not answer")
 
     def close(self) -> None:
         for client in self._clients.values():

@@ -9,28 +9,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from celld.transfer.bulk import Bulk
 from gyre_base import messages as m
 from gyre_base.bus import Received, Server
 
 if TYPE_CHECKING:
-    from celld.emulate.rank import EmulatedRank
-    from celld.trainer.rank import Rank
+    from celld.trainer.rank import HeldSum, Rank
 
 log = logging.getLogger(__name__)
 SUM = "gradient sum"  # its name on the shelf
 
 
-class RankService:
-    """`serve` and `beat` run beside `Rank.work`; the first to fail sets `failed`."""
+def offered(
+    question: m.PullGradient, held: HeldSum | None, *, cell: str, rank: int, life: int, bulk: Bulk | None
+) -> m.GradientSum | m.Refused:
+    """What a satellite's rank answers to the core's. Only when no commit is in doubt."""
+    if question.rank != rank:
+        return m.Refused(why=f"this is rank {rank} of {cell}, not {question.rank}: both must have one layout")
+    if question.life != life or held is None or held.batch != question.batch:
+        return m.Refused(why=f"{cell} in life {life} has no sum for batch {question.batch}")
+    message = held.message()
+    if bulk is None or question.by != "mooncake":
+        return message
+    bulk.shelf.put(SUM, message.payload)
+    return bulk.emptied(message, SUM)
 
-    def __init__(self, rank: Rank | EmulatedRank, server: Server, number: int = 0) -> None:
-        self._rank, self._server, self._number = rank, server, number
-        self._epoch = 0
+
+class Service(ABC):
+    """A rank's server and what runs beside it; the first of them to fail sets `failed`."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed = asyncio.Event()
+
+    @abstractmethod
+    async def reply(self, received: Received) -> Any:
+        """The answer, None if there is none (yet)."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Beside everything else. Its failure ends the rank: no silent half-life."""
@@ -50,19 +69,37 @@ class RankService:
             self.spawn(self._answer(received))
 
     async def _answer(self, received: Received) -> None:
-        reply = await self.reply(received.message)
+        reply = await self.reply(received)
         if reply is not None:
             await self._server.send(received.peer, reply, received.correlation)
 
-    async def reply(self, message: Any) -> Any:
+    async def leave(self) -> None:
+        """End what runs beside."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class RankService(Service):
+    """The leader's: `serve` and `beat` run beside `Rank.work`."""
+
+    def __init__(self, rank: Rank, server: Server) -> None:
+        super().__init__(server)
+        self._rank = rank
+        self._epoch = 0
+
+    async def reply(self, received: Received) -> Any:
+        return await self.answer(received.message)
+
+    async def answer(self, message: Any) -> Any:
         rank = self._rank
         match message:
             case m.PullGradient():
                 return await self._gradient(message)
             case m.PullWeights() if rank.core:
-                return rank.published.answer(message)
+                return rank.team.published.answer(message)
             case m.SlotDone(lease=lease):
-                return rank.bulk.shelf.done(lease) if rank.bulk is not None else None
+                return rank.team.bulk.shelf.done(lease) if rank.team.bulk is not None else None
             case m.StartTraining(epoch=epoch):
                 if self._is_new(epoch):
                     rank.may_claim.set()
@@ -94,14 +131,8 @@ class RankService:
     async def _gradient(self, question: m.PullGradient) -> m.GradientSum | m.Refused:
         rank = self._rank
         async with rank.committing:
-            held = rank.sum
-            if question.life != rank.life or held is None or held.batch != question.batch:
-                return m.Refused(why=f"{rank.cell} in life {rank.life} has no sum for batch {question.batch}")
-            if rank.bulk is None or question.by != rank.bulk.kind:
-                return held.message()
-            message = held.message()
-            rank.bulk.shelf.put(SUM, message.payload)
-            return rank.bulk.emptied(message, SUM)
+            team = rank.team
+            return offered(question, team.sum, cell=rank.cell, rank=0, life=rank.life, bulk=team.bulk)
 
     async def _save(self) -> m.CheckpointSaved:
         saved = await self._rank.save()
@@ -116,7 +147,7 @@ class RankService:
         rank = self._rank
         return m.RankState(
             cell=rank.cell,
-            rank=self._number,
+            rank=0,
             life=rank.life,
             training=rank.may_claim.is_set(),
             version=str(rank.version or ""),
@@ -124,20 +155,20 @@ class RankService:
         )
 
     def _row(self) -> dict[str, Any]:
-        rank = self._rank
+        rank, held = self._rank, self._rank.team.sum
         return {
             "cell": rank.cell,
-            "rank": self._number,
+            "rank": 0,
             "life": rank.life,
             "role": "core" if rank.core else "satellite",
             "training": rank.may_claim.is_set(),
             "version": str(rank.version or ""),
             "epoch": self._epoch,
-            "batch": rank.sum.batch if rank.sum else None,
-            "micro_steps_in_sum": len(rank.sum.ids) if rank.sum else 0,
+            "batch": held.batch if held else None,
+            "micro_steps_in_sum": len(held.ids) if held else 0,
             "micro_steps": rank.progress,
-            "computing": rank.computing,
-            "transport": rank.transport.name,
+            "computing": rank.team.computing,
+            "transport": rank.team.transport.name,
         }
 
     async def beat(self) -> None:
@@ -154,7 +185,5 @@ class RankService:
             await rank.trajd.send(beat)
 
     async def leave(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().leave()
         await self._rank.trajd.send(m.Goodbye(kind="rank", name=self._rank.cell, life=self._rank.life))

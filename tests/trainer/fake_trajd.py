@@ -27,6 +27,7 @@ class FakeTrajd:
     quota: dict[str, int] = field(default_factory=dict)
     refuse_once: set[str] = field(default_factory=set)
     hold_from: int = 99
+    hold_commits: bool = False  # commits are not answered, as by a trajd that is slow
     version: str = ""
     batch: int = 0
     leased: dict[str, Holder] = field(default_factory=dict)
@@ -44,6 +45,8 @@ class FakeTrajd:
         match message:
             case m.ClaimMicroStep():
                 return self.claim(message)
+            case m.MicroStepComputed() if self.hold_commits:
+                return None
             case m.MicroStepComputed(id=name):
                 holder = (message.cell, message.life)
                 if name in self.refuse_once:
@@ -61,7 +64,12 @@ class FakeTrajd:
                 self.rebase(message.next_batch, message.version)
             case m.StepDone():
                 self.steps.append(message)
-            case m.Hello() | m.Heartbeat() | m.Goodbye():
+            case m.Hello(name=cell, life=life):
+                for holder in {*self.leased.values(), *self.computed.values()}:
+                    if holder[0] == cell and holder[1] < life:
+                        self.forget(holder)
+                return None
+            case m.Heartbeat() | m.Goodbye():
                 return None
         return m.Done()
 

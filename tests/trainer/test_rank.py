@@ -7,12 +7,14 @@ import asyncio
 import pytest
 import torch
 
-from celld.trainer import loss as losses
 from celld.trainer.exchange import GradientExchange
 from celld.trainer.gradients import BatchSum
 from celld.trainer.optimizer import AdamW
 from celld.trainer.rank import Rank, RankError
 from celld.trainer.service import RankService
+from celld.trainer.team import RankTeam
+from celld.trainer.tensors import Tensors
+from celld.weights import transport_to
 from gyre_base import config as configuration
 from gyre_base import messages as m
 from gyre_base.bus import NoAnswer
@@ -46,12 +48,13 @@ def make_rank(tmp_path, policy, reference):
     run = RunDir.create(tmp_path / "run")
     keys = make_keys(run)
 
-    def make(*, core: bool = False, trajd: Script) -> Rank:
+    def make(*, core: bool = False, trajd: Script, followers: tuple[Script, ...] = ()) -> Rank:
         config = configuration.from_tree({"cluster": {"cells": 2, "peer_timeout_s": 0.2}})
-        rank = Rank(config, run, keys, cell="c0" if core else "c1", core=core, life=1)
-        rank.policy, rank.options = policy, losses.LossOptions()
-        rank.optimizer = AdamW(policy, config.trainer)
-        rank.exchange = GradientExchange(run, keys, ["c1"], size=policy.gradient.numel(), patience_s=0.2)
+        exchange = GradientExchange(run, keys, ["c1"], size=policy.gradient.numel(), patience_s=0.2)
+        tensors = Tensors(config, policy, AdamW(policy, config.trainer), exchange)
+        transport = transport_to(run, keys, "rank-c0", None)
+        team = RankTeam(config, tensors, followers, transport=transport, bulk=None, checkpoints=run.path("checkpoints"))
+        rank = Rank(config, run, keys, team, cell="c0" if core else "c1", life=1)
         rank.version, rank.trajd, rank.cellctl = PolicyVersion(0, 2), trajd, Script()
         return rank
 
@@ -72,14 +75,14 @@ def lease(name: str = "s0", *, seed: int = 5, base: str = "0.2") -> m.MicroStepL
 async def test_a_commit_in_doubt_is_repeated_added_once_and_not_handed_out_meanwhile(make_rank):
     decided = asyncio.Event()
     rank = make_rank(trajd=Script(m.Done(), NoAnswer("dead"), NoAnswer("dead"), decided))
-    await rank.train(lease("s0"))
-    before = rank.sum.flat.clone()
-    training = asyncio.create_task(rank.train(lease("s1", seed=6)))
+    await rank.train(lease("s0"), 0.0)
+    before = rank.team.sum.flat.clone()
+    training = asyncio.create_task(rank.train(lease("s1", seed=6), 0.0))
     await asked(rank, 4)
     service = RankService(rank, server=None)
-    pull = asyncio.create_task(service.reply(m.PullGradient(batch=7, life=1)))
+    pull = asyncio.create_task(service.answer(m.PullGradient(batch=7, life=1)))
     await asyncio.sleep(0.05)
-    assert not pull.done() and rank.sum.ids == ["s0"] and torch.equal(rank.sum.flat, before)
+    assert not pull.done() and rank.team.sum.ids == ["s0"] and torch.equal(rank.team.sum.flat, before)
     decided.set()
     answer = await pull
     await training
@@ -89,19 +92,19 @@ async def test_a_commit_in_doubt_is_repeated_added_once_and_not_handed_out_meanw
 
 async def test_a_refused_commit_drops_the_sum_and_the_next_claim_says_so(make_rank):
     rank = make_rank(trajd=Script(m.Done(), m.Refused(why="leased to another")))
-    await rank.train(lease("s0"))
+    await rank.train(lease("s0"), 0.0)
     assert (rank.claim().batch, rank.claim().ids) == (7, ("s0",))
-    await rank.train(lease("s1"))
+    await rank.train(lease("s1"), 0.0)
     assert (rank.claim().batch, rank.claim().ids) == (-1, ())
 
 
 async def test_a_lease_for_other_weights_or_one_already_counted_is_not_computed(make_rank):
     rank = make_rank(trajd=Script())
-    await rank.train(lease("s0"))
-    held = rank.sum.flat.clone()
-    await rank.train(lease("s0"))
-    await rank.train(lease("s1", base="0.1"))
-    assert len(rank.trajd.asked) == 1 and rank.sum.ids == ["s0"] and torch.equal(rank.sum.flat, held)
+    await rank.train(lease("s0"), 0.0)
+    held = rank.team.sum.flat.clone()
+    await rank.train(lease("s0"), 0.0)
+    await rank.train(lease("s1", base="0.1"), 0.0)
+    assert len(rank.trajd.asked) == 1 and rank.team.sum.ids == ["s0"] and torch.equal(rank.team.sum.flat, held)
 
 
 async def test_a_stop_is_answered_only_when_no_micro_step_is_in_hand(make_rank):
@@ -109,9 +112,9 @@ async def test_a_stop_is_answered_only_when_no_micro_step_is_in_hand(make_rank):
     rank = make_rank(trajd=Script(lease("s0"), decided))
     service = RankService(rank, server=None)
     work = asyncio.create_task(rank.work())
-    assert (await service.reply(m.StartTraining(epoch=3))).training
+    assert (await service.answer(m.StartTraining(epoch=3))).training
     await asked(rank, 2)
-    stop = asyncio.create_task(service.reply(m.StopTraining(epoch=4)))
+    stop = asyncio.create_task(service.answer(m.StopTraining(epoch=4)))
     await asyncio.sleep(0.05)
     assert not stop.done()
     decided.set()
@@ -120,14 +123,14 @@ async def test_a_stop_is_answered_only_when_no_micro_step_is_in_hand(make_rank):
     claims = len(rank.trajd.asked)
     await asyncio.sleep(0.05)
     assert len(rank.trajd.asked) == claims
-    assert not (await service.reply(m.StartTraining(epoch=3))).training  # late: of an older epoch
+    assert not (await service.answer(m.StartTraining(epoch=3))).training  # late: of an older epoch
     work.cancel()
 
 
 async def returned(rank: Rank, service: RankService) -> list[m.LeaseReturned]:
     """What a stop tells trajd of a lease."""
     rank.may_claim.set()
-    await service.reply(m.StopTraining(epoch=9))
+    await service.answer(m.StopTraining(epoch=9))
     await asyncio.sleep(0.05)
     return [word for word in rank.trajd.asked if isinstance(word, m.LeaseReturned)]
 
@@ -152,31 +155,31 @@ def complete(*parts: m.Contribution) -> m.BatchComplete:
 
 async def test_a_batch_with_a_lost_part_is_not_stepped(make_rank):
     rank = make_rank(core=True, trajd=Script())
-    await rank.train(lease("s0"))
-    weights = rank.policy.hf_arrays()["model.norm.weight"].copy()
+    await rank.train(lease("s0"), 0.0)
+    weights = rank.team.tensors.policy.hf_arrays()["model.norm.weight"].copy()
     own, gone = m.Contribution(cell="c0", life=1, ids=("s0",)), m.Contribution(cell="c1", life=4, ids=("s1",))
     await rank.finish(complete(own, gone))
     assert rank.trajd.asked[-1] == m.ContributionLost(batch=7, cell="c1", life=4)
-    assert str(rank.version) == "0.2" and rank.sum.ids == ["s0"]
-    assert (rank.policy.hf_arrays()["model.norm.weight"] == weights).all()
+    assert str(rank.version) == "0.2" and rank.team.sum.ids == ["s0"]
+    assert (rank.team.tensors.policy.hf_arrays()["model.norm.weight"] == weights).all()
 
 
 async def test_a_core_whose_own_sum_is_not_what_trajd_believes_gives_it_up(make_rank):
     rank = make_rank(core=True, trajd=Script())
-    await rank.train(lease("s0"))
+    await rank.train(lease("s0"), 0.0)
     await rank.finish(complete(m.Contribution(cell="c0", life=1, ids=("s0", "s9"))))
     assert rank.trajd.asked[-1] == m.ContributionLost(batch=7, cell="c0", life=1)
-    assert rank.sum is None and str(rank.version) == "0.2"
+    assert rank.team.sum is None and str(rank.version) == "0.2"
 
 
 async def test_a_step_is_reported_with_the_ids_that_are_really_in_it(make_rank):
     rank = make_rank(core=True, trajd=Script())
-    await rank.train(lease("s0"))
+    await rank.train(lease("s0"), 0.0)
     await rank.finish(complete(m.Contribution(cell="c0", life=1, ids=("s0",))))
     assert rank.trajd.asked[-1] == m.BatchApplied(batch=7, ids=("s0",), version="0.3", weights_sum=1.0)
     (done,) = rank.cellctl.asked
     assert (done.batch, done.version, done.metrics["executions"]) == (7, "0.3", 2.0)
-    assert rank.published.snapshot.version == "0.3" and rank.sum is None and rank.next_batch == 8
+    assert rank.team.published.snapshot.version == "0.3" and rank.team.sum is None and rank.next_batch == 8
 
 
 async def test_a_core_that_is_told_of_other_weights_ends(make_rank):
@@ -187,7 +190,7 @@ async def test_a_core_that_is_told_of_other_weights_ends(make_rank):
 
 async def test_a_step_that_trajd_refuses_ends_the_core(make_rank):
     rank = make_rank(core=True, trajd=Script(m.Refused(why="batch 7 was applied otherwise")))
-    rank.sum = BatchSum.empty(7, "0.2", rank.policy.gradient.numel())
-    rank.sum.ids.append("s0")
+    rank.team.tensors.sum = BatchSum.empty(7, "0.2", rank.team.tensors.policy.gradient.numel())
+    rank.team.sum.ids.append("s0")
     with pytest.raises(RankError, match="applied otherwise"):
         await rank.finish(complete(m.Contribution(cell="c0", life=1, ids=("s0",))))

@@ -1,0 +1,27 @@
+"""Whether a model can be split as the configuration says; known before anything starts. Pure, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gyre_base.config import ConfigError, TrainerConfig
+
+SPLIT_BY_TENSOR = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
+def check_layout(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
+    """`model` is its config.json; entries that it lacks are missed later, when it is loaded. Raises ConfigError."""
+    size = trainer.tensor_parallel
+    for entry in SPLIT_BY_TENSOR:
+        if (count := model.get(entry)) and count % size:
+            raise ConfigError(
+                f"trainer.tensor_parallel = {size} must divide the model's {entry} ({count}); "
+                f"it can be {_options([int(model[e]) for e in SPLIT_BY_TENSOR if model.get(e)])}"
+            )
+
+
+def _options(counts: list[int]) -> str:
+    """Every size that divides all of them."""
+    sizes = [size for size in range(1, min(counts) + 1) if not any(count % size for count in counts)]
+    return ", ".join(map(str, sizes))

@@ -1,0 +1,190 @@
+"""One rank's part of a cell's tensors, and what each order does to it. The same on the leader and on its followers.
+
+Owns the policy's part, its sum and what was gathered; on the core also the optimizer. Never asks trajd, never decides.
+Invariant: every rank of a cell gets the same orders one after another, so the collectives inside them meet; a
+micro-step that was computed is in the sum only after `AddMicroStep`. Tensor work has a thread of its own, so that the
+sockets go on being served.
+
+Shapes: N targets of a micro-step; flat gradients have one entry per parameter of this rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from celld.trainer import cpu, gradients, loss, tree
+from celld.trainer.exchange import GradientExchange
+from celld.trainer.gradients import BatchSum, Computed
+from celld.trainer.model import Policy
+from celld.trainer.optimizer import AdamW, learning_rate
+from celld.trainer.rank import RankError, Stepped
+from celld.weights import Array, Layout
+from gyre_base import messages as m
+from gyre_base.config import Config
+from gyre_base.ids import PolicyVersion
+from gyre_base.microstep import MicroStep
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+WEIGHTS, MOMENTS = "weights", "moments"
+
+
+class Tensors:
+    """`obey` is all there is to it."""
+
+    def __init__(self, config: Config, policy: Policy, optimizer: AdamW | None, exchange: GradientExchange | None):
+        self.config, self.policy, self.optimizer, self.exchange = config, policy, optimizer, exchange
+        trainer = config.trainer
+        self.options = loss.LossOptions(
+            ratio_cap=trainer.ratio_cap,
+            clip_low=trainer.sequence_clip_low,
+            clip_high=trainer.sequence_clip_high,
+            reading=trainer.reading,
+        )
+        self.sum: BatchSum | None = None
+        self.pending: Computed | None = None  # computed, and not in the sum
+        self.settled = asyncio.Event()  # nothing is pending
+        self.settled.set()
+        self.computing = False
+        self._gathered: list[tuple[tuple[str, ...], Computed]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+
+    async def obey(self, order: Any, arrays: Mapping[str, Array] | None = None) -> Any:
+        """One order of the leader; `arrays` are what a `TakeTensors` is about, on the leader alone.
+
+        Returns statistics (compute), which parts are here (gather), Stepped (step), whole arrays (give), or None.
+        """
+        match order:
+            case m.ComputeMicroStep():
+                self.pending = await self.in_thread(lambda: self._compute(order))
+                self.settled.clear()
+                return dict(self.pending.stats)
+            case m.AddMicroStep(id=name):
+                assert self.sum is not None and self.pending is not None, "nothing was computed"
+                self.sum.add([name], self.pending)
+                self._settle()
+            case m.DropSum():
+                self.sum = None
+                self._settle()
+            case m.GatherSums():
+                return await self._gather(order)
+            case m.StepBatch():
+                return await self.in_thread(lambda: self._step(order))
+            case m.TakeTensors():
+                await self.in_thread(lambda: self._take(order, arrays))
+            case m.GiveTensors(what=what):
+                return await self.in_thread(lambda: self._give(what))
+            case _:
+                raise RankError(f"an order that no rank knows: {order!r}")
+        return None
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Tensor work, one piece at a time, while the sockets go on being served."""
+        self.computing = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self.computing = False
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self.exchange is not None:
+            self.exchange.close()
+
+    # ---- micro-steps ------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        self.pending = None
+        self.settled.set()
+
+    def _compute(self, order: m.ComputeMicroStep) -> Computed:
+        """Forward and backward of one micro-step; the gradient is that of the sum of 1/T_e losses."""
+        if self.sum is None or (self.sum.batch, self.sum.base_version) != (order.batch, order.base_version):
+            self.sum = BatchSum.empty(order.batch, order.base_version, self.policy.gradient.numel())
+        base_step, began = PolicyVersion.parse(order.base_version).step, time.perf_counter()
+        step = MicroStep.from_wire(order.layout, order.payload)
+        alive = [packed for packed in step.executions if packed.advantage != 0.0]
+        stats = gradients.counts(step, alive, base_step)
+        self.policy.zero_gradient()
+        if alive:
+            plan = tree.plan(alive).to(self.policy.gradient.device)
+            goal = loss.targets(alive, base_step).to(self.policy.gradient.device)
+            logp_N, entropy_N = self.policy.logprobs(plan, goal.rows_N, goal.tokens_N, self.config.rollout.temperature)
+            total, sums = loss.loss_sum(logp_N, goal, self.options)
+            total.backward()  # type: ignore[no-untyped-call]
+            self.policy.finish_gradient()
+            stats |= sums | {"entropy": float(entropy_N[goal.owned_N].sum())}
+        stats["compute_s"] = time.perf_counter() - began
+        return Computed(self.policy.gradient.cpu().clone(), loss.weight_sum(step.executions), stats)
+
+    def note(self, stats: Mapping[str, float]) -> None:
+        """More statistics of the micro-step that is pending."""
+        assert self.pending is not None, "nothing was computed"
+        self.pending = dataclasses.replace(self.pending, stats={**self.pending.stats, **stats})
+
+    # ---- the core's step --------------------------------------------------------------------------------------------
+
+    async def _gather(self, order: m.GatherSums) -> tuple[bool, ...]:
+        assert self.exchange is not None, "a satellite gathers nothing"
+        own = self.sum if self.sum is not None and self.sum.batch == order.batch else None
+        found = await self.exchange.pull(order.batch, order.parts, own)
+        pairs = zip(order.parts, found, strict=True)
+        self._gathered = [(part.ids, computed) for part, computed in pairs if computed is not None]
+        return tuple(computed is not None for computed in found)
+
+    def _step(self, order: m.StepBatch) -> Stepped:
+        """Add what was gathered in its order, divide, clip, AdamW."""
+        assert self.optimizer is not None, "a satellite steps nothing"
+        whole = BatchSum.empty(order.batch, order.base_version, self.policy.gradient.numel())
+        for ids, part in self._gathered:
+            whole.add(ids, part)
+        step, trainer = PolicyVersion.parse(order.base_version).step, self.config.trainer
+        lr = learning_rate(step, self.config.scheduler.steps, trainer)
+        self.policy.gradient.copy_(whole.flat / order.executions)
+        norm = self.optimizer.step(lr)
+        if not math.isfinite(norm):
+            log.error("batch %d: the gradient is not finite, the weights stay", whole.batch)
+        self.sum, self._gathered = None, []
+        metrics = gradients.metrics(whole.stats) | {"grad_norm": norm, "lr": lr}
+        return Stepped(ids=tuple(whole.ids), weight_sum=whole.weight_sum, metrics=metrics)
+
+    # ---- weights and moments ----------------------------------------------------------------------------------------
+
+    def _take(self, order: m.TakeTensors, arrays: Mapping[str, Array] | None) -> None:
+        whole = shared(order.layout, arrays)
+        if order.what == WEIGHTS:
+            self.policy.load_arrays(whole)
+            self.sum = None
+        else:
+            assert self.optimizer is not None, "a satellite has no moments"
+            self.optimizer.load(whole, order.steps)
+
+    def _give(self, what: str) -> dict[str, Array]:
+        if what == WEIGHTS:
+            return self.policy.hf_arrays()
+        assert self.optimizer is not None, "a satellite has no moments"
+        return self.optimizer.hf_arrays()
+
+
+def shared(layout: Layout, arrays: Mapping[str, Array] | None) -> Mapping[str, Array]:
+    """The leader's `arrays` on every rank of the cell, tensor by tensor. Collective."""
+    if dist.get_world_size() == 1:
+        assert arrays is not None, "the leader has them"
+        return arrays
+    whole: dict[str, Array] = {}
+    for name, shape in layout:
+        mine = torch.empty(shape) if arrays is None else torch.from_numpy(arrays[name].copy())
+        moved = mine.to(cpu.device())
+        dist.broadcast(moved, src=0)
+        whole[name] = moved.cpu().numpy()
+    return whole

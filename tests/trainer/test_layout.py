@@ -1,0 +1,33 @@
+"""A layout that a model can't be split by is refused before anything starts, with what would do."""
+
+from __future__ import annotations
+
+import pytest
+
+from celld.trainer.layout import check_layout
+from gyre_base import config as configuration
+from gyre_base.config import ConfigError, TrainerConfig
+from tests.trainer.conftest import SMALL
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_layout_that_divides_the_model_is_taken(size):
+    check_layout(TrainerConfig(tensor_parallel=size), SMALL.to_hf())
+
+
+@pytest.mark.parametrize(("size", "entry"), [(3, "num_attention_heads"), (4, "num_key_value_heads")])
+def test_one_that_does_not_is_refused_with_the_sizes_that_do(size, entry):
+    with pytest.raises(ConfigError, match=rf"tensor_parallel = {size} must divide .*{entry}.*; it can be 1, 2$"):
+        check_layout(TrainerConfig(tensor_parallel=size), SMALL.to_hf())
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"trainer": {"tensor_parallel": 0}},
+        {"trainer": {"tensor_parallel": 2}, "engine": {"kind": "emulate"}},
+    ],
+)
+def test_the_configuration_itself_is_checked(tree):
+    with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel"):
+        configuration.from_tree(tree)
