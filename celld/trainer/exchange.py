@@ -78,7 +78,7 @@ class GradientExchange:
                 return filled
             except TransferFailed as error:
                 log.error("%s; this sum comes over the bus", error)
-                question = dataclasses.replace(question, by="socket")
+                question = dataclasses.replace(question, by="bus")
             except NoAnswer:
                 continue
         raise NoAnswer(f"{endpoint_of(part.cell, self._rank)} does not answer")

@@ -33,7 +33,7 @@ def offered(
     if question.life != life or held is None or held.batch != question.batch:
         return m.Refused(why=f"{cell} in life {life} has no sum for batch {question.batch}")
     message = held.message()
-    if bulk is None or question.by != "mooncake":
+    if bulk is None or question.by != bulk.kind:
         return message
     bulk.shelf.put(SUM, message.payload)
     return bulk.emptied(message, SUM)
