@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from gyre_base import messages as m
 from gyre_base.daemon import Answer, Send, WakeAt
-from gyre_base.vocabulary import Outcome, Purpose
 from gyre_base.shards import proxyd_peer, shard_of
+from gyre_base.vocabulary import Outcome, Purpose
 
 if TYPE_CHECKING:
     from cellctl.core import Scheduler
@@ -30,12 +30,12 @@ class Executor:
     held: int = 0
 
 
-def opening(s: Scheduler, execution: str, purpose: Purpose) -> m.OpenExecution:
 def proxyd_of(s: Scheduler, execution: str) -> str:
     """The peer that an execution belongs to."""
     return proxyd_peer(shard_of(execution, s.config.proxyd.shards))
 
 
+def opening(s: Scheduler, execution: str, purpose: Purpose) -> m.OpenExecution:
     temperature = 0.0 if purpose is Purpose.EVAL_GREEDY else s.config.rollout.temperature
     return m.OpenExecution(execution=execution, purpose=purpose, temperature=temperature)
 

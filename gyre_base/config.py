@@ -147,13 +147,7 @@ class TrainerConfig:
     micro_step_tokens: int = 4096  # more runs faster, less spreads better over cells
     checkpoint_every_steps: int = 10
     checkpoints_kept: int = 2
-    threads: int = 1  # of each rank
-    tensor_parallel: int = 1  # ranks of every cell that share each layer: divides heads, key/value heads, vocabulary
-
-    @property
-    def ranks(self) -> int:
-        """Processes that train in one cell."""
-        return self.tensor_parallel
+    threads: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +206,13 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    proxyd: ProxydConfig = field(default_factory=ProxydConfig)
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     trajectories: TrajectoryConfig = field(default_factory=TrajectoryConfig)
     tasks: TaskConfig = field(default_factory=TaskConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    proxyd: ProxydConfig = field(default_factory=ProxydConfig)
 
 
 CHOICES = {
@@ -236,13 +230,13 @@ CHOICES = {
     "scheduler.water_level": ("count", "work"),
     "tasks.workspace": ("plain", "bwrap", "apptainer", "pyxis"),
 }
+MAX_SHARDS = 256
 AT_LEAST: dict[str, float] = {
     "cluster.cells": 1,
     "cluster.executors": 1,
     "cluster.executors_max": 0,
     "tasks.progress_every_s": 0,
     "cluster.heartbeat_s": 0.05,
-MAX_SHARDS = 256
     "cluster.dead_man_s": 5,
     "cluster.min_cells": 1,
     "cluster.save_window_s": 0,
@@ -256,13 +250,13 @@ MAX_SHARDS = 256
     "scheduler.staleness_bound": 0,
     "scheduler.standalone_cells": 0,
     "scheduler.async_train_cells": 1,
+    "proxyd.shards": 1,
     "rollout.temperature": 0.01,
     "emulate.time_scale": 1e-6,
     "emulate.tokens_per_h": 1.0,
     "trajectories.jmax": 0,
     "trajectories.reserve_groups": 0,
     "scheduler.stagger_s": 0.0,
-    "proxyd.shards": 1,
     "scheduler.tail_load": 1.0,
     "scheduler.head_start_groups": 0,
     "tasks.harness_limit_s": 0.1,
@@ -274,7 +268,6 @@ MAX_SHARDS = 256
     "tasks.printed_mib": 0,
     "trainer.checkpoint_every_steps": 1,
     "trainer.checkpoints_kept": 1,
-    "trainer.tensor_parallel": 1,
 }
 
 
@@ -381,13 +374,6 @@ def _check(config: Config) -> None:
         if value < least:
             raise ConfigError(f"{dotted} must be at least {least:g}, not {value}")
     _check_cells(config)
-
-
-def _check_cells(config: Config) -> None:
-    """Numbers that only make sense together."""
-    cells, scheduler = config.cluster.cells, config.scheduler
-    if scheduler.cell_slots and len(scheduler.cell_slots) != cells:
-        raise ConfigError(
     _check_shards(config)
 
 
@@ -400,12 +386,17 @@ def _check_shards(config: Config) -> None:
         raise ConfigError(
             f"engine.max_running_requests ({room}) is shared by proxyd.shards ({shards}): each needs at least one"
         )
+
+
+def _check_cells(config: Config) -> None:
+    """Numbers that only make sense together."""
+    cells, scheduler = config.cluster.cells, config.scheduler
+    if scheduler.cell_slots and len(scheduler.cell_slots) != cells:
+        raise ConfigError(
             f"scheduler.cell_slots must have one number per cell ({cells}), not {len(scheduler.cell_slots)}"
         )
     if any(slots < 1 for slots in scheduler.cell_slots):
         raise ConfigError("scheduler.cell_slots must be at least 1 each")
-    if config.engine.kind == "emulate" and config.trainer.ranks > 1:
-        raise ConfigError("an emulated trainer is one process: trainer.tensor_parallel needs another engine.kind")
     if config.emulate.nodes and len(config.emulate.nodes) != cells:
         raise ConfigError(f"emulate.nodes must have one number per cell ({cells}), not {len(config.emulate.nodes)}")
     if scheduler.standalone_cells >= cells:

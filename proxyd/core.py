@@ -314,6 +314,7 @@ class Router:
             moved=drain.moved,
             moved_mid_generation=drain.moved_mid,
             seconds=round(now - drain.since, 6),
+            shard=self.shard,
         )
         self._out.append(drain.answer)
         self._end_block(cell)
@@ -321,7 +322,6 @@ class Router:
     def _obey(self, order: OperatorOrder, now: float) -> None:
         """A person's drain blocks a cell until `undrain`; cellctl's own drains are another matter."""
         cell = order.argument
-            shard=self.shard,
         if order.verb not in ("drain", "undrain") or cell not in self.engines:
             known = ", ".join(sorted(self.engines)) or "none"
             self._out.append(Answer(Refused(why=f"proxyd can drain and undrain a cell; cells: {known}")))
