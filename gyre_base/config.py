@@ -147,7 +147,13 @@ class TrainerConfig:
     micro_step_tokens: int = 4096  # more runs faster, less spreads better over cells
     checkpoint_every_steps: int = 10
     checkpoints_kept: int = 2
-    threads: int = 1
+    threads: int = 1  # of each rank
+    tensor_parallel: int = 1  # ranks of every cell that share each layer: divides heads, key/value heads, vocabulary
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train in one cell."""
+        return self.tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +274,7 @@ AT_LEAST: dict[str, float] = {
     "tasks.printed_mib": 0,
     "trainer.checkpoint_every_steps": 1,
     "trainer.checkpoints_kept": 1,
+    "trainer.tensor_parallel": 1,
 }
 
 
@@ -397,6 +404,8 @@ def _check_cells(config: Config) -> None:
         )
     if any(slots < 1 for slots in scheduler.cell_slots):
         raise ConfigError("scheduler.cell_slots must be at least 1 each")
+    if config.engine.kind == "emulate" and config.trainer.ranks > 1:
+        raise ConfigError("an emulated trainer is one process: trainer.tensor_parallel needs another engine.kind")
     if config.emulate.nodes and len(config.emulate.nodes) != cells:
         raise ConfigError(f"emulate.nodes must have one number per cell ({cells}), not {len(config.emulate.nodes)}")
     if scheduler.standalone_cells >= cells:

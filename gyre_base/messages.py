@@ -571,13 +571,14 @@ class SlotDone:
 
 @message("gradient?")
 class PullGradient:
-    """core rank -> satellite rank: your sum for this batch. Again: the satellite keeps it until it sees a newer base
-    version.
+    """core rank -> the same rank of a satellite: your sum for this batch. Again: the satellite keeps it until it sees a
+    newer base version.
     """
 
     batch: int
     life: int
     by: str = "bus"  # socket or mooncake: bytes in a slot, where the peer has that engine too
+    rank: int = 0  # within the cell: parts of the model may be equally long, so that only this tells them apart
 
 
 @message("gradient")
@@ -616,6 +617,87 @@ class WeightsSnapshot:
     digest: str
     payload: bytes  # empty if in `slot`
     slot: RemoteSlot | None = None
+
+
+# ---- the ranks of one cell -------------------------------------------------------------------------------------------
+# Orders of rank 0 to the others, numbered from 1; it does its own part meanwhile. Again; answered by `rank.done`, or by
+# `refused`, and then every rank of the cell ends.
+
+
+@message("rank.compute")
+class ComputeMicroStep:
+    """leader -> rank: forward and backward, beside the sum. `payload` and `layout` as in `step.lease`."""
+
+    number: int
+    batch: int
+    id: str
+    base_version: str
+    layout: dict[str, Any]
+    payload: bytes
+
+
+@message("rank.add")
+class AddMicroStep:
+    """leader -> rank: trajd took what was computed last; it goes into the sum."""
+
+    number: int
+    id: str
+
+
+@message("rank.drop")
+class DropSum:
+    """leader -> rank: the sum and what was computed last are void."""
+
+    number: int
+
+
+@message("rank.gather")
+class GatherSums:
+    """core's leader -> rank: pull the sum of each part from the same rank of its cell."""
+
+    number: int
+    batch: int
+    parts: tuple[Contribution, ...]
+
+
+@message("rank.step")
+class StepBatch:
+    """core's leader -> rank: divide what was gathered, clip, step the optimizer."""
+
+    number: int
+    batch: int
+    base_version: str
+    executions: int
+
+
+@message("rank.take")
+class TakeTensors:
+    """leader -> rank: `layout` follows by broadcast; your part of it is your weights, or your `moments`."""
+
+    number: int
+    what: str
+    layout: tuple[tuple[str, tuple[int, ...]], ...]
+    steps: int = 0  # of the optimizer
+
+
+@message("rank.give")
+class GiveTensors:
+    """leader -> rank: your part of the weights, or of the `moments`, by a collective of the cell."""
+
+    number: int
+    what: str
+
+
+@message("rank.done")
+class OrderDone:
+    """rank -> leader. `here`: which parts were gathered; `stats` of a micro-step as far as this rank knows them."""
+
+    number: int
+    here: tuple[bool, ...] = ()
+    stats: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+# ---- celld <-> rank --------------------------------------------------------------------------------------------------
 
 
 @message("rank.train")
