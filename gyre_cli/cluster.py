@@ -108,10 +108,10 @@ class ClusterSupervisor(Supervisor):
             loop.add_signal_handler(number, lambda: self.leave("Slurm ends the job (TERM)", save_first=False))
 
     def leave(self, why: str, *, save_first: bool, comes_back: bool = True) -> None:
-        """The first reason counts; a TERM later cuts the saving short."""
+        """The first reason counts; a TERM later cuts the saving short. By order alone the job does not come back."""
         self._save_first = save_first and (self._save_first or not self.stopping.is_set())
         if not self.stopping.is_set():
-            self.why, self._comes_back = why, comes_back
+            self.why, self._comes_back, self.ordered = why, comes_back, not comes_back
             click.echo(f"leaving: {why}", err=True)
             self.stopping.set()
 

@@ -80,6 +80,8 @@ def state(run: Path, job: slurm.Job | None) -> str:
 
 def how_it_ended(noted: str) -> str:
     end = slurm.end_of(noted) if noted and slurm.here() else ""
+    if end == "COMPLETED":  # and the run is not done: nothing else ends a job of ours with 0
+        return f"job {noted} was stopped by order (gyre stop)"
     return f"job {noted} ended {end}" if end else ""
 
 

@@ -204,13 +204,13 @@ def serve_and_report(
     as_json: bool = False,
     allocation: Allocation | None = None,
 ) -> int:
-    """Serve until done; then the summary on stdout, its picture beside it. Exit code 1 if it was stopped before or
-    failed. With an `allocation` the cells are steps of that job.
+    """Serve until done; then the summary on stdout, its picture beside it. Exit code 1 if it failed or a signal ended
+    it before, 0 if `gyre stop` did: the order was carried out. With an `allocation` the cells are steps of that job.
     """
     with Display(title, quiet=quiet) as display:
         display.say(f"run directory {run.root}; from another terminal: cellctl status --run {run.root}")
 
-        async def serve() -> tuple[bool, dict[str, int]]:
+        async def serve() -> Supervisor:
             async def at_end() -> None:
                 await write_report(run, config, supervisor.cpu_seconds())
 
@@ -220,20 +220,22 @@ def serve_and_report(
                 from gyre_cli.cluster import ClusterSupervisor
 
                 supervisor = ClusterSupervisor(run, config, display.update, at_end, allocation)
-            return await supervisor.serve(), supervisor.restarts
+            await supervisor.serve()
+            return supervisor
 
         failure: RunFailed | None = None
         try:
-            finished, restarts = asyncio.run(serve())
+            ended = asyncio.run(serve())
         except RunFailed as error:
             failure = error
     if failure is not None:
         common.fail(str(failure), failure.code)
-    if restarts:
-        click.echo(f"daemons that were started again: {restarts}", err=True)
-    if not finished:
-        click.echo("stopped; the same command goes on from where it was", err=True)
-        return common.NO
+    if ended.restarts:
+        click.echo(f"daemons that were started again: {ended.restarts}", err=True)
+    if not ended.finished:
+        how = "stopped by order" if ended.ordered else "stopped"
+        click.echo(f"{how}; the same command goes on from where it was", err=True)
+        return 0 if ended.ordered else common.NO
     summary = orjson.loads(run.path("summary.json").read_bytes())
     common.print_json([summary]) if as_json else print_summary(summary)
     click.echo(f"picture: {run.path('run.png')}", err=True)

@@ -100,6 +100,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self.restarts: dict[str, int] = {}
         self.stopping = asyncio.Event()
+        self.ordered = False  # what made it stop was a person's `gyre stop`: then stopping is its success
         self.finished = False
 
     def table(self) -> list[Daemon]:
@@ -159,6 +160,7 @@ class Supervisor:
             case m.StatusRequest():
                 return m.StatusReply(rows=tuple(self._row(daemon) for daemon in self._daemons))
             case m.OperatorOrder(verb="stop"):
+                self.ordered = self.ordered or not self.stopping.is_set()
                 self.stopping.set()
                 return m.Done(note="stopping")
             case m.Heartbeat():

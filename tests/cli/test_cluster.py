@@ -107,7 +107,13 @@ def test_the_first_reason_to_leave_counts_and_term_cuts_the_saving_short(supervi
 def test_an_order_to_stop_saves_and_does_not_requeue(supervisor):
     answer = supervisor._reply(Received(b"", m.OperatorOrder(verb="stop"), 1))
     assert isinstance(answer, m.Done)
-    assert (supervisor._save_first, supervisor._comes_back) == (True, False)
+    assert (supervisor._save_first, supervisor._comes_back, supervisor.ordered) == (True, False, True)
+
+
+def test_only_an_order_that_came_first_makes_stopping_a_success(supervisor):
+    supervisor.leave("TERM", save_first=False)
+    supervisor._reply(Received(b"", m.OperatorOrder(verb="stop"), 1))
+    assert not supervisor.ordered
 
 
 def test_services_see_no_gpu_and_cells_are_steps_of_the_job(supervisor):

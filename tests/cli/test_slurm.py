@@ -153,6 +153,8 @@ def test_of_a_stopped_run_it_is_told_how_its_job_ended_while_slurm_remembers(own
     said = {"20": "JobId=20 JobName=gyre JobState=TIMEOUT Reason=TimeLimit"}
     monkeypatch.setattr(slurm, "call", lambda *words: said[words[-1]])
     assert listing.rows()[0][0]["why"] == "job 20 ended TIMEOUT"
+    said["20"] = "JobId=20 JobState=COMPLETED"
+    assert listing.rows()[0][0]["why"] == "job 20 was stopped by order (gyre stop)"
     said["20"] = "JobId=20 JobState=COMPLETING"
     assert listing.rows()[0][0]["why"] == ""
 

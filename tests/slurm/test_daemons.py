@@ -34,7 +34,8 @@ def test_a_controller_that_is_away_for_a_minute_changes_nothing(
     with JobRun(quiet_slurm, tmp_path, no_model, emulated(tmp_path, scheduler__steps=40)) as run:
         run.submit()
         run.until(lambda s: s["step"] >= 1)
-        before = {name: run.life(name) for name in ("cellctl", "celld-c0", "celld-c1", "rank-c0", "rank-c1", "proxyd-0")}
+        names = ("cellctl", "celld-c0", "celld-c1", "rank-c0", "rank-c1", "proxyd-0")
+        before = {name: run.life(name) for name in names}
         quiet_slurm.kill_controller()
         gone = time.monotonic()
         while time.monotonic() - gone < AWAY_S:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.running import RAMBLING, Run
+from tests.system.running import RAMBLING, Run, command
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -33,6 +33,12 @@ def test_a_stopped_run_and_one_whose_supervisor_was_killed_go_on_from_their_dire
         assert run.left() == []
         assert run.err().rstrip().endswith("stopped; the same command goes on from where it was")
         before = run.batches()
+
+        run.start()
+        run.until(lambda s: s["water_level"] > 2)
+        assert command("gyre", "stop", run=run.root).returncode == 0
+        assert run.wait(60) == 0 and "stopped by order" in run.err()  # what was asked for was done
+        assert run.left() == []
 
         run.start()
         run.until(lambda s: s["step"] >= len(before) + 1 and s["water_level"] > 2)
