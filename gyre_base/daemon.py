@@ -147,10 +147,14 @@ class Shell(ABC):
         """One effect: a message to a peer, a process, a file."""
 
 
-def run_main(main: Callable[[], Coroutine[Any, Any, None]], on_stop: Callable[[], None] | None = None) -> None:
-    """asyncio.run with uvloop where there is one. A loop that stands still leaves its stacks in the log."""
+def run_main(main: Callable[[], Coroutine[Any, Any, None]], *, watch_loop: bool = True) -> None:
+    """asyncio.run with uvloop where there is one. A loop that stands still leaves its stacks in the log; not where a
+    person waits before a terminal, for whom slow imports are no story.
+    """
 
     async def watched() -> None:
+        if not watch_loop:
+            return await main()
         watch = LoopWatch()
         watch.start(asyncio.get_running_loop())
         try:

@@ -75,7 +75,7 @@ def run(wishes: Wishes) -> int:
             found.append(await run_one(root, config, order, hopeless))
             why.extend([hopeless.result()] if hopeless.done() else [])
 
-    run_main(main)
+    run_main(main, watch_loop=False)
     if found[0] is None:
         common.fail(why[0] if why else "stopped before it ended", common.NO)
     tell(found[0], root, wishes.as_json)
