@@ -306,9 +306,8 @@ class Cluster:
                 case ex.Prepare(execution=name):
                     later(ex.Prepared(execution=name))
                 case ex.Start(execution=name):
-                    later(ex.Started(execution=name, pid=1))
                     self.harnesses[name] = Harness(life, self.random.randint(1, 3))
-                    self.at(0.5 + self.soon(), lambda name=name: self.next_call(name, life))
+                    self.at(self.soon(), lambda name=name: self.started(name, life))
                 case ex.Evaluate(execution=name):
                     score = round(self.random.random(), 3)
                     later(ex.Evaluated(execution=name, verdict="scored", score=score, evaluator="e", version="1"))
@@ -316,6 +315,12 @@ class Cluster:
                     later(ex.ClockRead(execution=name, waited_s=0.0, call_open=False))
                 case ex.StopHarness(execution=name):
                     self.end_harness(name, life)
+
+    def started(self, name: str, life: int) -> None:
+        """Its process is known before it can call or end."""
+        if self.lives["ex0"] == life:
+            self.to_executor(ex.Started(execution=name, pid=1))
+            self.at(0.5 + self.soon(), lambda: self.next_call(name, life))
 
     def next_call(self, name: str, life: int) -> None:
         harness = self.harnesses.get(name)
@@ -501,9 +506,25 @@ class Cluster:
                 self.end_submission(key, "cut", lost=True)
         elif cell.rank_up:
             cell.rank_up = cell.training = False
-            life = cell.rank.life
-            lost = PeerLost(kind="rank", name=name, why="silent")
-            self.at(LOST_AFTER_S, lambda: not cell.rank_up and cell.rank.life == life and self.to_trajd(lost))
+            self.missed(name)
+
+    def missed(self, name: str) -> None:
+        """trajd takes a rank's silence for its death."""
+        cell, life, watching = self.cells[name], self.cells[name].rank.life, self.lives["trajd"]
+
+        def lost() -> None:
+            if not cell.rank_up and cell.rank.life == life and self.lives["trajd"] == watching:
+                self.to_trajd(PeerLost(kind="rank", name=name, why="silent"))
+
+        self.at(LOST_AFTER_S, lost)
+
+    def heard_of(self, name: str) -> None:
+        """A trajd that is new hears of a rank by its next heartbeat, or by its silence."""
+        cell = self.cells[name]
+        if cell.rank_up:
+            self.to_trajd(m.Hello(kind="rank", name=name, life=cell.rank.life, pid=1))
+        else:
+            self.missed(name)
 
     def switch(self, name: str, order: agents.Switch, number: int, life: int) -> None:
         """As celld/agent/switching.py: what it waits for it polls, and it stops when it is cancelled."""
@@ -585,6 +606,8 @@ class Cluster:
                 self.trajd.handle(event, self.now)
             self.to_trajd(tj.Restarted(life=self.lives[name]))
             self.greet(name)
+            for cell in self.cells:
+                self.at(self.soon(), lambda cell=cell: self.heard_of(cell))
         else:
             self.executor = ExecutorCore(Limits(slots=64))
             self.greet(name)
