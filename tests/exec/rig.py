@@ -101,7 +101,7 @@ class Cellctl:
                         await server.send(received.peer, m.ExecutionNoted(execution=finished.execution))
             self._news.set()
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._news.clear()
@@ -120,7 +120,7 @@ class Cellctl:
         assert self._server is not None
         await self._server.send(self._peer, message)
 
-    async def outcome(self, name: str, timeout_s: float = 20.0) -> m.ExecutionFinished:
+    async def outcome(self, name: str, timeout_s: float = 60.0) -> m.ExecutionFinished:
         await self.until(lambda: name in self.outcomes, timeout_s)
         return self.outcomes[name]
 

@@ -266,22 +266,6 @@ async def test_a_bad_start_is_one_clear_line(tmp_path: Path) -> None:
         assert words in err.decode()
 
 
-async def test_the_cost_of_an_execution_stays_small(tmp_path: Path) -> None:
-    """The executor's own CPU per execution with 7 calls each; the figure of the docs comes from a quiet machine."""
-    count = 32
-    async with rig(tmp_path, answer_ok) as (cellctl, _proxyd, executor):
-        await cellctl.order("warm", task(["call", "x"], WRITE))
-        await cellctl.outcome("warm")
-        before, at = executor.cpu_s(), time.monotonic()
-        for number in range(count):
-            await cellctl.order(f"e{number}", task(*([["call", f"{n}"] for n in range(7)]), WRITE), 60.0)
-        for number in range(count):
-            assert (await cellctl.outcome(f"e{number}", 60.0)).outcome is Outcome.SCORED
-        used_ms = (executor.cpu_s() - before) / count * 1e3
-        print(f"executor CPU per execution: {used_ms:.2f} ms, wall {(time.monotonic() - at) / count * 1e3:.1f} ms")
-        assert used_ms < 25.0
-
-
 async def test_an_executor_that_was_given_up_says_hello_again_with_what_it_holds(tmp_path: Path) -> None:
     async with rig(tmp_path) as (cellctl, _proxyd, _executor):
         await cellctl.order("e1", task(["sleep", 3.0], WRITE))

@@ -57,7 +57,7 @@ class Scheduler:
             server.close()
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
             await asyncio.sleep(0.05)

@@ -79,7 +79,7 @@ class Run:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, env=environment)
         return self
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = 400.0) -> int:
         """The exit code of the supervisor."""
         assert self.process is not None
         try:
@@ -87,7 +87,7 @@ class Run:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not done after {timeout_s:g} s\n{self.story()}") from None
 
-    def finish(self, timeout_s: float = 120.0) -> dict[str, Any]:
+    def finish(self, timeout_s: float = 400.0) -> dict[str, Any]:
         """Until it is done: its summary."""
         code = self.wait(timeout_s)
         assert code == 0, f"exit code {code}\n{self.story()}"
@@ -138,7 +138,7 @@ class Run:
         rows = self.rows("cellctl")
         return {**rows[0], "roles": {row["cell"]: row["role"] for row in rows if "cell" in row}}
 
-    def until(self, what: Callable[[dict[str, Any]], Any], timeout_s: float = 90.0) -> dict[str, Any]:
+    def until(self, what: Callable[[dict[str, Any]], Any], timeout_s: float = 300.0) -> dict[str, Any]:
         """The first status for which `what` holds; the run must not end before."""
         deadline = time.monotonic() + timeout_s
         status: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class Run:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid(name), number)
 
-    def until_reborn(self, name: str, life: int, timeout_s: float = 60.0) -> None:
+    def until_reborn(self, name: str, life: int, timeout_s: float = 200.0) -> None:
         """Until `name` listens in a life after `life`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
