@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from gyre_base import messages as m
 from gyre_base.keys import make_keys
 from gyre_base.vocabulary import Outcome
 from gyre_exec import keeping
-from tests.exec.rig import Cellctl, ExecutorProcess, Proxyd, answer_ok, make_run, nothing_left, processes_of, rig, task
+from tests.exec.rig import Cellctl, ExecutorProcess, Proxyd, make_run, nothing_left, processes_of, rig, task
 
 WRITE = ("write", "answer", "seven77")
 
