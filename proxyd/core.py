@@ -99,8 +99,8 @@ class Router:
                 self._loaded(url, work, now)
             case OperatorOrder():
                 self._obey(event, now)
-            case Restarted(life=life):
-                self.life = life
+            case Restarted(life=life, held=held):
+                self.life, self.held_by_operator = life, set(held)
             case _:
                 raise Unexpected(f"proxyd has no use for {event!r}")
         self._plan_wake(now)

@@ -178,22 +178,26 @@ class ProxydShell(Shell):
 # ---- start ----------------------------------------------------------------------------------------------------------
 
 
-def open_executions(path: Path) -> dict[str, m.OpenExecution]:
-    """Executions that were open when the last life ended, by its journal."""
+def left_open(path: Path) -> tuple[dict[str, m.OpenExecution], set[str]]:
+    """When the last life ended, by its journal: executions that were open, cells that a person had drained."""
     found: dict[str, m.OpenExecution] = {}
+    held: set[str] = set()
     if not path.exists():
-        return found
+        return found, held
     with path.open("rb") as journal:
         for line in journal:
-            if b'"tag":"execution.' not in line:
+            if b'"tag":"execution.' not in line and b'"tag":"order"' not in line:
                 continue  # most lines are calls; they are not even parsed
-            event = orjson.loads(line)["event"]
+            entry = orjson.loads(line)
+            event = entry["event"]
             match event["tag"]:
                 case "execution.open":
                     found[event["execution"]] = wire.from_json(event)
                 case "execution.close":
                     found.pop(event["execution"], None)
-    return found
+                case "order" if any(command["tag"] == "done" for command in entry["commands"]):
+                    (held.add if event["verb"] == "drain" else held.discard)(event["argument"])
+    return found, held
 
 
 def load_chat(config: Config) -> tuple[ChatModel, dict[str, Any]]:
@@ -239,7 +243,7 @@ async def _serve(run: RunDir, config: Config, shard: int) -> None:
     life = run.next_life(name)
     path = run.path("journal", f"{name}.jsonl")
     journals.mend_tail(path)
-    opened = open_executions(path)
+    opened, held = left_open(path)
     forests = records.restore(calllog.earlier_records(run, name), chat, set(opened))
     client = Client(run, keys, "cellctl", identity=f"{proxyd_peer(shard)}:{life}")
     core = Router(config.engine.max_running_requests, shard, config.proxyd.shards)
@@ -254,7 +258,7 @@ async def _serve(run: RunDir, config: Config, shard: int) -> None:
     shell.service.forests = forests
     gc.freeze()  # trees live as long as their executions: looking through them for garbage finds none
     gc.set_threshold(20_000, 20, 20)
-    for event in (Restarted(life=life), *opened.values()):
+    for event in (Restarted(life=life, held=tuple(sorted(held))), *opened.values()):
         shell.feed(event)
     await _until_stopped(shell, run, keys, config, life, calls, engines)
     if shell.failure is not None:

@@ -56,9 +56,12 @@ class EngineLoad:
 
 @message("proxyd.restarted")
 class Restarted:
-    """shell -> core, first: a new life begins; open executions follow as `execution.open`."""
+    """shell -> core, first: a new life begins; open executions follow as `execution.open`. `held`: cells that a person
+    drained in an earlier one.
+    """
 
     life: int
+    held: tuple[str, ...] = ()
 
 
 @message("proxyd.submit")

@@ -19,7 +19,7 @@ from proxyd import calllog
 from proxyd.capture import Plan
 from proxyd.chat import ChatModel, Piece
 from proxyd.conversation import Conversation, Message
-from proxyd.daemon import open_executions
+from proxyd.daemon import left_open
 from proxyd.labels import Relabel
 from proxyd.records import Facts, Progress, call_record, relabel_note, restore
 from tests.proxyd.talk import Talk, tool
@@ -126,18 +126,27 @@ def test_the_next_life_plans_every_request_as_this_one_does(chat: ChatModel, tmp
     assert again.plan("z", fresh).agent.role == run.forest.plan("z", fresh).agent.role
 
 
-def test_only_open_executions_come_back(tmp_path: Path) -> None:
-    journal = tmp_path / "proxyd.jsonl"
+def test_only_open_executions_and_drains_that_were_obeyed_come_back(tmp_path: Path) -> None:
+    journal = tmp_path / "proxyd-0.jsonl"
     lines = [
         '{"at":1,"event":{"tag":"execution.open","execution":"a","purpose":"train","temperature":1.0},"commands":[]}',
         '{"at":1,"event":{"tag":"execution.open","execution":"b","purpose":"eval-greedy","temperature":0.0},"commands":[]}',
         '{"at":2,"event":{"tag":"proxyd.call","call":"x"},"commands":[]}',
         '{"at":3,"event":{"tag":"execution.close","execution":"a"},"commands":[]}',
     ]
+    for verb, cell, answer in (("drain", "c1", "done"), ("drain", "c2", "done"), ("drain", "zz", "refused")):
+        lines.append(order_line(verb, cell, answer))
+    lines.append(order_line("undrain", "c2", "done"))
     journal.write_text("\n".join(lines) + "\n")
-    found = open_executions(journal)
+    found, held = left_open(journal)
     assert list(found) == ["b"] and found["b"].temperature == 0.0
-    assert open_executions(tmp_path / "none") == {}
+    assert held == {"c1"}
+    assert left_open(tmp_path / "none") == ({}, set())
+
+
+def order_line(verb: str, cell: str, answer: str) -> str:
+    order = f'{{"tag":"order","verb":"{verb}","argument":"{cell}","options":{{}}}}'
+    return f'{{"at":4,"event":{order},"commands":[{{"peer":"asker","tag":"{answer}"}}]}}'
 
 
 def test_names_from_headers_purposes_and_thinking_come_back(thinker: ChatModel) -> None:

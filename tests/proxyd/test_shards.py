@@ -225,6 +225,10 @@ async def _commands(world: World, names: list[str]) -> None:
     assert code == 3 and [json.loads(line)["shard"] for line in lines] == [0] and "proxyd-1 does not answer" in why
     assert undrained[0] == 3 and undrained[1] == ["proxyd-0: 0 calls still there"] and "proxyd-1" in undrained[2]
     assert alone == 3 and "proxyd-1 does not answer" in whose
+    await world.start_proxyd(1)
+    _, lines, _ = await say("routes", "--json")
+    routable = {(row["shard"], row["cell"]): row["routable"] for row in map(json.loads, lines)}
+    assert (routable[0, "b"], routable[1, "b"]) == (True, False), "a person's drain outlives the process"
 
 
 async def test_a_shard_that_the_run_does_not_have_does_not_start(tmp_path: Path, tokenizer: Path) -> None:
