@@ -8,7 +8,7 @@ import click
 
 from gyre_cli import common
 from gyre_cli.common import guarded, json_option, run_option
-from gyre_cli.trajtools import readable
+from gyre_cli.reading import readable
 
 
 @click.group()

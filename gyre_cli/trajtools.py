@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from gyre_cli import common
 from gyre_cli.common import json_option
-
-F = TypeVar("F", bound=Callable[..., Any])
-PROGRESS_FROM_BYTES = 20_000_000  # a bar for less would only flicker
-source_argument = click.argument("source", type=click.Path(path_type=Path), default="-")
-out_file = click.Path(dir_okay=False, path_type=Path)
+from gyre_cli.reading import (
+    different,
+    opened,
+    out_file,
+    readable,
+    rules,
+    rules_options,
+    show_report,
+    source_argument,
+    speaker,
+    spooled,
+    tokenizer_option,
+)
 
 
 @click.group()
@@ -27,124 +34,6 @@ def main() -> None:
     SOURCE is a run file (.jsonl or .gtr), a run's directory, another tool's record (Claude Code, Codex, chat logs,
     SWE-agent, mini-swe-agent, OpenHands, NeMo-Gym, NeMo-RL, verifiers, ATIF), or - for standard input.
     """
-
-
-def readable(function: F) -> F:
-    """One line for a file that can't be read, or a wish that can't be met."""
-
-    @functools.wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except BrokenPipeError:
-            sys.stderr.close()  # a reader that had enough is no error
-            raise SystemExit(0) from None
-        except OSError as error:
-            named = error.filename or kwargs.get("source") or "the input"  # a failing read names no file
-            common.fail(f"cannot use {named}: {error.strerror}", common.USAGE)
-        except ValueError as error:
-            if type(error).__module__.split(".")[0] not in ("gyre_base", "trajtools"):
-                raise  # a bug of ours
-            common.fail(str(error), common.USAGE)
-
-    return inner  # type: ignore[return-value]
-
-
-@contextmanager
-def opened(source: Path) -> Iterator[Any]:
-    """The source as the library takes it, and a progress callback: a bar on stderr for big files on a terminal."""
-    if str(source) == "-":
-        yield sys.stdin.buffer, None
-        return
-    if not source.exists():
-        common.fail(f"no such file or folder: {source}", common.USAGE)
-    from trajtools.beside import files_of
-
-    files = files_of(source)
-    if not files:
-        common.fail(f"no run files in {source}: neither there nor in its calls/ is a *.jsonl or *.gtr", common.USAGE)
-    size = sum(p.stat().st_size for p in files)
-    if size < PROGRESS_FROM_BYTES or not sys.stderr.isatty():
-        yield source, None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(source.name, total=size)
-        yield source, lambda done: bar.update(task, completed=done)
-
-
-def show_report(report: Any, as_json: bool) -> None:
-    if as_json:
-        common.print_json([report.as_json()])
-    else:
-        click.echo("\n".join(report.lines()))
-
-
-def whole_file(source: Path) -> Path:
-    """A source that must be a file of ours."""
-    if not source.is_file():
-        common.fail(f"no such file: {source}", common.USAGE)
-    return source
-
-
-def different(source: Path, *outputs: Path | None) -> None:
-    """Inputs are never changed."""
-    if any(out is not None and out.exists() and source.exists() and out.samefile(source) for out in outputs):
-        common.fail(f"{source} is the input, and inputs are never changed: name another output", common.USAGE)
-
-
-def tokenizer_option(function: F) -> F:
-    return click.option(
-        "--tokenizer",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="Show tokens as text: a folder with tokenizer.json, or that file.",
-    )(function)
-
-
-def speaker(tokenizer: Path | None) -> Any:
-    """Ids to text, or None."""
-    if tokenizer is None:
-        return None
-    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not file.is_file():
-        common.fail(f"no tokenizer.json at {tokenizer}", common.USAGE)
-    from tokenizers import Tokenizer
-
-    try:
-        made = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        common.fail(f"cannot read {file}: {error}", common.USAGE)
-    return lambda ids: made.decode(list(ids), skip_special_tokens=False)
-
-
-def rules_options(function: F) -> F:
-    """How to choose; the defaults are those of training."""
-    options = (
-        click.option("--jmax", type=click.IntRange(0), default=5, show_default=True, help="Slots; 0: no bound."),
-        click.option("--rule", type=click.Choice(["greedy", "paper"]), default="greedy", show_default=True),
-        click.option("--stubs", type=click.Choice(["drop", "attach", "keep"]), default="drop", show_default=True),
-        click.option("--seed", type=int, default=0, show_default=True, help="Of the paper's draw."),
-        click.option("--unlabelled", is_flag=True, help="Train calls that nothing classified."),
-        click.option(
-            "--incomplete",
-            type=click.Choice(["keep", "mask"]),
-            default="keep",
-            show_default=True,
-            help="Executions that miss calls: what is there is on-policy still; mask trains none of it.",
-        ),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
-def rules(jmax: int, **options: Any) -> Any:
-    from trajtools.choose import Rules
-
-    return Rules(jmax=jmax or None, **options)
 
 
 @main.command()
@@ -195,8 +84,8 @@ def check(source: Path, shuffles: int, as_json: bool) -> None:
     """Every invariant of a run file; exit 1 with the call and the offset if one does not hold."""
     from trajtools.check import check as run
 
-    with opened(source) as (stream, _):
-        report = run(stream, shuffles=shuffles)
+    with opened(source) as (stream, on_bytes):
+        report = run(stream, shuffles=shuffles, on_bytes=on_bytes)
     show_report(report, as_json)
     raise SystemExit(0 if report.ok else common.NO)
 
@@ -294,8 +183,8 @@ def choose(source: Path, as_json: bool, **options: Any) -> None:
     """Which trajectories the rules keep of each execution, in what order, and why."""
     from trajtools.inspect import choices
 
-    with opened(source) as (stream, _):
-        for one in choices(stream, rules(**options)):
+    with opened(source) as (stream, on_bytes):
+        for one in choices(stream, rules(**options), on_bytes=on_bytes):
             show_report(one, as_json)
 
 
@@ -314,12 +203,15 @@ def score(source: Path, out: Path, rewards: Path | None, pairs: tuple[str, ...],
     """Attach outcomes later; calls are not touched. Exit 1 if a reward names an execution that is not there."""
     from trajtools.rewards import attach, read_rewards
 
-    different(whole_file(source), out)
+    different(source, out)
+    if str(source) == "-" == str(rewards):
+        common.fail("standard input is either the run file or the rewards: name a file for one", common.USAGE)
     given = list(read_rewards(_reward_lines(rewards))) if rewards is not None else []
     given += [_pair(pair) for pair in pairs]
     if not given:
         common.fail("no rewards given: use --rewards FILE or --set EXEC=VALUE", common.USAGE)
-    report = attach(source, given, out)
+    with spooled(source) as file:
+        report = attach(file, given, out)
     show_report(report, as_json)
     raise SystemExit(0 if report.ok else common.NO)
 
@@ -385,10 +277,10 @@ def diff(left: Path, right: Path, as_json: bool) -> None:
     """Two recordings, or two forms of one, call by call; exit 1 if they differ."""
     from trajtools.inspect import diff as run
 
-    for source in (left, right):
-        if not source.exists():
-            common.fail(f"no such file or folder: {source}", common.USAGE)
-    report = run(left, right)
+    if str(left) == "-" == str(right):
+        common.fail("standard input is one of the two: name a file for the other", common.USAGE)
+    with opened(left) as (one, _), opened(right) as (other, _):
+        report = run(one, other)
     show_report(report, as_json)
     raise SystemExit(0 if report.ok else common.NO)
 
@@ -420,8 +312,9 @@ def convert(
     different(source, out)
     form = form_of(out, form)
     more = {"version": atif_version, "prompt_ids": prompt_ids, "say": speaker(tokenizer)} if form == "atif" else {}
-    with opened(source) as (stream, _):
-        show_report(run(stream, out, form, **more), as_json)
+    with opened(source) as (stream, on_bytes):
+        report = run(stream, out, form, on_bytes=on_bytes, **more)
+    show_report(report, as_json)
 
 
 @main.command()
@@ -434,8 +327,9 @@ def repair(source: Path, out: Path, side: Path | None, as_json: bool) -> None:
     """Take torn and glued lines out of a run file; exit 1 if there was something to take out."""
     from trajtools.mend import repair as run
 
-    different(whole_file(source), out, side)
-    report = run(source, out, side)
+    different(source, out, side)
+    with spooled(source) as file:
+        report = run(file, out, side)
     show_report(report, as_json)
     raise SystemExit(0 if report.ok else common.NO)
 

@@ -19,7 +19,7 @@ from gyre_base.vocabulary import Outcome
 from trajtools.breaks import analyse
 from trajtools.choose import DEFAULT, Rules, choose
 from trajtools.forest import Forest
-from trajtools.load import Source, load
+from trajtools.load import OnBytes, Source, load
 from trajtools.pack import context_mismatches, pack
 from trajtools.recording import Execution, Recording, whole_call
 from trajtools.weigh import weight_of
@@ -83,10 +83,12 @@ class CheckReport:
         return out
 
 
-def check(source: Source, *, shuffles: int = 0, rules: Rules = DEFAULT, seed: int = 0) -> CheckReport:
+def check(
+    source: Source, *, shuffles: int = 0, rules: Rules = DEFAULT, seed: int = 0, on_bytes: OnBytes | None = None
+) -> CheckReport:
     """Look at every rule; `order` only if `shuffles` > 0 (each one builds every forest again)."""
     early: list[Finding] = []
-    recording = load(source, on_call=lambda call: early.extend(_of_call(call)))
+    recording = load(source, on_call=lambda call: early.extend(_of_call(call)), on_bytes=on_bytes)
     found = [*_of_lines(recording), *(_located(f, recording) for f in early)]
     for execution in recording.executions.values():
         found.extend(_of_execution(execution, recording, rules))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_base.runfile import Note
-from trajtools.load import Source, load
+from trajtools.load import OnBytes, Source, load
 from trajtools.readers import FORMATS, UnknownFormat
 from trajtools.recording import Recording
 from trajtools.words import sizes
@@ -52,13 +52,15 @@ class Converted:
         return [first, *(f"  left out: {n:,} {why}" for why, n in self.left_out.items())]
 
 
-def convert(source: Source, out: str | Path, form: str | None = None, **options: Any) -> Converted:
+def convert(
+    source: Source, out: str | Path, form: str | None = None, *, on_bytes: OnBytes | None = None, **options: Any
+) -> Converted:
     """Write `source` at `out`. Raises UnknownFormat, CannotWrite; the input is never changed."""
     path = Path(out)
     form = form_of(path, form)
     if form == "gtr" and path.suffix != ".gtr":
         raise CannotWrite(f"a binary run file ends in .gtr, not in {path.suffix or 'nothing'}")
-    recording = load(source)
+    recording = load(source, on_bytes=on_bytes)
     if not recording.executions and not recording.loose:
         raise UnknownFormat(
             f"{getattr(source, 'name', source)} holds no record; formats read here: {', '.join(FORMATS)}"

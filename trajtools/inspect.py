@@ -15,7 +15,7 @@ import numpy as np
 from trajtools.breaks import analyse
 from trajtools.choose import CLASSES, DEFAULT, Rules, choose
 from trajtools.forest import Forest, Mark
-from trajtools.load import Source, Stream, load
+from trajtools.load import OnBytes, Source, Stream, load
 from trajtools.recording import Execution, Recording
 from trajtools.words import Say, named, plain_ids, short, sizes, speaker
 
@@ -282,8 +282,8 @@ def _row(trajectory: Any, why: str) -> dict[str, Any]:
     }
 
 
-def choices(source: Source, rules: Rules = DEFAULT) -> Iterator[Chosen]:
-    for execution in Stream(source).executions():
+def choices(source: Source, rules: Rules = DEFAULT, *, on_bytes: OnBytes | None = None) -> Iterator[Chosen]:
+    for execution in Stream(source, on_bytes=on_bytes).executions():
         yield chosen(execution, rules)
 
 
@@ -319,7 +319,8 @@ class Diff:
     def lines(self, shown: int = 40) -> list[str]:
         if self.ok:
             return [f"equal: {sizes(self.executions, self.calls)}, one forest each"]
-        out = [f"{len(self.differences):,} differences; {self.same:,} of {self.calls:,} calls are the same"]
+        plural = "s" if len(self.differences) > 1 else ""
+        out = [f"{len(self.differences):,} difference{plural}; {self.same:,} of {self.calls:,} calls are the same"]
         out += [f"  {d.what:<10} {d.execution} {d.call}: {d.text}" for d in self.differences[:shown]]
         return out + ([f"  … {len(self.differences) - shown:,} more"] if len(self.differences) > shown else [])
 

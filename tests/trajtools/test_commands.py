@@ -141,6 +141,24 @@ def test_every_reading_command_is_a_filter_with_json(command, log):
     assert all(isinstance(orjson.loads(line), dict) for line in done.stdout.splitlines())
 
 
+def test_writing_commands_are_filters_too(log, tmp_path):
+    torn = log.read_bytes() + b'{"k":"call","exec'
+    for words, given, code in (
+        (["score", "-", "-o", tmp_path / "scored", "--set", "e=0"], log.read_bytes(), 0),
+        (["repair", "-", "-o", tmp_path / "whole"], torn, 1),
+        (["convert", "-", "-o", tmp_path / "converted.jsonl"], log.read_bytes(), 0),
+        (["diff", "-", log], log.read_bytes(), 0),
+        (["diff", log, "-"], log.read_bytes(), 0),
+    ):
+        done = run(*words, given=given)
+        assert done.exit_code == code, (words, done.output)
+    assert (tmp_path / "whole").read_bytes() == log.read_bytes()
+    assert load(tmp_path / "scored").executions["e"].reward.value == 0.0
+    for words in (["diff", "-", "-"], ["score", "-", "-o", tmp_path / "x", "--rewards", "-"]):
+        done = run(*words, given=log.read_bytes())
+        assert done.exit_code == 2 and "standard input" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["dedup", "stats", "check", "tree", "show", "choose", "sample"])
 @pytest.mark.parametrize(("text", "says"), [("hello\n", "not JSON"), ('{"a":1}\n', "keys a"), ("[1,2]", "list")])
 def test_bad_input_is_one_clear_line(command, text, says, tmp_path):
