@@ -147,8 +147,11 @@ class TrainerConfig:
     micro_step_tokens: int = 4096  # more runs faster, less spreads better over cells
     checkpoint_every_steps: int = 10
     checkpoints_kept: int = 2
+    piece_tokens: int = 16_384  # a longer micro-step is computed in such pieces: little memory, a third more time
     threads: int = 1  # of each rank
     tensor_parallel: int = 1  # ranks of every cell that share each layer: divides heads, key/value heads, vocabulary
+    expert_parallel: int = 1  # ranks that share the experts: only 1 in this build (docs/adr/0017-long-micro-steps.md)
+    context_parallel: int = 1  # ranks that share a sequence: only 1 in this build, long ones are computed in pieces
 
     @property
     def ranks(self) -> int:
@@ -274,6 +277,9 @@ AT_LEAST: dict[str, float] = {
     "tasks.printed_mib": 0,
     "trainer.checkpoint_every_steps": 1,
     "trainer.checkpoints_kept": 1,
+    "trainer.context_parallel": 1,
+    "trainer.expert_parallel": 1,
+    "trainer.piece_tokens": 1,
     "trainer.tensor_parallel": 1,
 }
 
