@@ -10,7 +10,12 @@ from gyre_cli import common
 from gyre_cli.common import guarded, json_option, run_option
 
 
-@click.group()
+@click.group(
+    epilog=common.examples(
+        "celld status",
+        "celld status c1 --json",
+    )
+)
 def main() -> None:
     """A cell: its engine, its trainer ranks, and the agent that turns it from one to the other."""
 

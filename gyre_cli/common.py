@@ -30,6 +30,12 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def examples(*lines: str) -> str:
+    """The end of a program's help: what one types, and what the exit code says."""
+    codes = "Exit codes: 0 yes or done, 1 the answer is no, 2 bad usage, 3 the daemon does not answer, 4 refused now."
+    return "\b\nExamples:\n" + "".join(f"  {line}\n" for line in lines) + f"\n{codes}"
+
+
 def run_option(function: F) -> F:
     """--run DIR, else $GYRE_RUN, else the newest run started from this directory."""
     return click.option(

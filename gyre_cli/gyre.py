@@ -20,7 +20,15 @@ from gyre_cli.tasks import tasks
 STOP_S = 180.0  # a job saves first
 
 
-@click.group()
+@click.group(
+    epilog=common.examples(
+        "gyre quickstart --steps 2",
+        "gyre exec --task tasks.jsonl:fix-the-sum --script answers.json -- python agent.py",
+        "gyre init --nodes 4 && gyre submit --dry-run",
+        "gyre status --run runs/run --json",
+        "gyre show g00003-01.0 --run runs/run",
+    )
+)
 @click.version_option(package_name="gyre-rl")
 def main() -> None:
     """Reinforcement learning for coding agents whose executions take hours. `gyre quickstart` shows it on this

@@ -13,7 +13,13 @@ from gyre_cli.common import guarded, json_option, run_option
 Rows = list[dict[str, Any]]
 
 
-@click.group()
+@click.group(
+    epilog=common.examples(
+        "proxyd routes",
+        "proxyd sessions --json",
+        "proxyd tail -f",
+    )
+)
 def main() -> None:
     """The request router: harness dialects in, exact token ids recorded, calls moved between engines."""
 

@@ -11,7 +11,14 @@ from gyre_cli.common import guarded, json_option, run_option
 from gyre_cli.reading import readable
 
 
-@click.group()
+@click.group(
+    epilog=common.examples(
+        "trajd status",
+        "trajd batches --json",
+        "trajd intake calls --listen unix:/tmp/intake",
+        "trajd send run.jsonl --to unix:/tmp/intake --freeze",
+    )
+)
 def main() -> None:
     """The trajectory daemon: an index over the call log and the ledger of micro-steps."""
 

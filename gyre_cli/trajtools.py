@@ -27,7 +27,15 @@ from gyre_cli.reading import (
 )
 
 
-@click.group()
+@click.group(
+    epilog=common.examples(
+        "trajtools dedup run.jsonl",
+        "trajtools tree runs/latest --depth 1",
+        "trajtools choose run.jsonl --jmax 3",
+        "trajtools convert session.jsonl -o run.gtr",
+        "zstdcat old.jsonl.zst | trajtools stats - --json",
+    )
+)
 def main() -> None:
     """Recorded runs of agents: say what is in them, check them, slim them.
 

@@ -7,11 +7,14 @@ each of its lines goes on until interrupted.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+import click
 
 HIDDEN = re.compile(r"<!-- test: (.*) -->")
 EXITS = re.compile(r"(.*?)\s*# exits (\d+)")
@@ -90,3 +93,16 @@ def place(said: str) -> str:
     """The last block that began."""
     begun = re.findall(r"^@@ (.*)$", said, re.M)
     return begun[-1] if begun else "the beginning"
+
+
+def options(command: click.Command) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def named(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that the words begin with, also one within a group, and the rest. Raises KeyError."""
+    command: click.Command = importlib.import_module(f"gyre_cli.{words[0]}").main
+    rest = words[1:]
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        command = command.commands[rest.pop(0)]
+    return command, rest

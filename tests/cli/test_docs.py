@@ -4,17 +4,16 @@ shown where they can run: tests/slurm/test_docs.py.
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 
 from tests import pages
 from tests.cli.conftest import ROOT
+from tests.pages import named, options
 
 PROGRAMS = ("gyre", "cellctl", "celld", "proxyd", "trajd", "trajtools")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,19 +34,6 @@ def commands(path: Path) -> Iterator[list[str]]:
                 continue
             if found and found[0] in PROGRAMS and len(found) > 1 and re.fullmatch("[a-z]+", found[1]):
                 yield found
-
-
-def options(command: click.Command) -> set[str]:
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-
-
-def named(words: list[str]) -> tuple[click.Command, list[str]]:
-    """The command that the words begin with, also one within a group, and the rest. Raises KeyError."""
-    command: click.Command = importlib.import_module(f"gyre_cli.{words[0]}").main
-    rest = words[1:]
-    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
-        command = command.commands[rest.pop(0)]
-    return command, rest
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

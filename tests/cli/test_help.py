@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import click
 import pytest
+from click.testing import CliRunner
+
+from tests.pages import named, options
 
 PROGRAMS = ("gyre", "cellctl", "celld", "proxyd", "trajd", "trajtools")
 HEAVY = {"torch", "zmq", "rich", "numpy", "megatron", "matplotlib", "aiohttp", "tokenizers", "asyncio"}
@@ -37,6 +41,26 @@ def test_every_command_says_what_it_does(words):
         command = command.commands[name]
     assert isinstance(command, click.Command)
     assert command.help and len(command.help.splitlines()[0]) > 10
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_of_a_program_ends_with_examples_of_what_is_there_and_the_exit_codes(program):
+    shown = CliRunner().invoke(importlib.import_module(f"gyre_cli.{program}").main, ["--help"]).output
+    _, examples = shown.split("Examples:\n")
+    lines, codes = examples.split("\n\n", 1)
+    typed = [words for line in lines.splitlines() for words in typed_in(line)]
+    assert len(typed) >= 2
+    for words in typed:
+        command, rest = named(words)
+        given = {word for word in rest[: rest.index("--")] if word} if "--" in rest else set(rest)
+        assert {word for word in given if word.startswith("--")} <= options(command), words
+    assert all(f"{code} " in codes for code in range(5))
+
+
+def typed_in(line: str) -> list[list[str]]:
+    """Words of each of our commands in a line of the shell."""
+    parts = [part.split() for part in re.split(r"\||&&", line)]
+    return [words for words in parts if words and words[0] in PROGRAMS]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
