@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from cellctl.simulate.profile import Profile
 
 
-@click.group()
+@click.group(
+    epilog=common.examples(
+        "cellctl status --watch",
+        "cellctl explain c1",
+        "cellctl events | jq -c .event",
+        "cellctl simulate --profile qwengyre-122b --seeds 1",
+        "cellctl plan --gpus 64 --durations d.jsonl",
+    )
+)
 def main() -> None:
     """The elastic scheduler: which cell serves, which trains, and why."""
 
