@@ -93,7 +93,8 @@ class EngineConfig:
     python: str = ""  # sglang: interpreter of the environment that has it; empty = this one
     device: str = "cuda"  # sglang: cuda or cpu
     tensor_parallel: int = 1  # sglang: GPUs of one engine
-    kv_store: bool = False  # sglang: engines share a store of KV, so that a call that moves is not prefilled again
+    kv_store: bool = False  # engines read each other's KV, so that a call that moves is not prefilled again
+    kv_share_mib: int = 256  # tiny: of KV that others may read, kept while this engine's memory is released
     options: dict[str, str] = field(default_factory=dict)  # sglang: its own options by name; they win; true is a flag
 
 

@@ -157,7 +157,7 @@ def engine_command(
         *("--admin-api-key-file", str(run.path("keys", "admin"))),
         *("--context-length", str(engine.context_length)),
         *("--stacks-file", str(run.path("log", f"engine-{cell}.stacks"))),
-        *(_emulated(config, cell) if engine.kind == "emulate" else _tiny(run, config, seed)),
+        *(_emulated(config, cell) if engine.kind == "emulate" else _tiny(run, config, cell, seed)),
     ]
 
 
@@ -188,9 +188,17 @@ def sglang_settings(
     )
 
 
-def _tiny(run: RunDir, config: Config, seed: int) -> list[str]:
+def _tiny(run: RunDir, config: Config, cell: str, seed: int) -> list[str]:
     engine = config.engine
+    mooncake = config.cluster.transport == "mooncake"
+    store = [
+        *("--kv-store", str(run.path("kv"))),
+        *("--kv-name", cell),
+        *("--kv-transport", "mooncake" if mooncake else "socket"),
+        *("--kv-share-mib", str(engine.kv_share_mib)),
+    ]
     return [
+        *(store if engine.kv_store else ()),
         *("--api-key-file", str(run.path("keys", "admin"))),  # generation too: the network may have other users
         *("--max-running-requests", str(engine.max_running_requests)),
         *("--stream-interval", str(engine.stream_interval)),

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from celld.tiny.kvstore import Found, Giver, Taker
 from celld.tiny.runner import Runner, WeightsError
 from celld.tiny.scheduler import Request, Scheduler
+from celld.transfer.engine import TransferFailed
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 RELEASABLE = ("weights", "kv_cache", "cuda_graph")  # the last one is accepted and has nothing to release
 
@@ -51,6 +56,7 @@ class Counters:
     aborted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    stored_tokens: int = 0  # of the cached ones, those that another engine had computed
     generation_tokens: int = 0
     retractions: int = 0
     steps: int = 0
@@ -75,13 +81,17 @@ class Loads:
 class Engine:
     """Runs requests; every public method may be called from the event loop that `start` was called on."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, version: str) -> None:
-        self._runner, self._scheduler = runner, scheduler
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, *, version: str, shared: tuple[Giver, Taker] | None = None
+    ) -> None:
+        """`shared`: keys and values go to and come from other engines; the scheduler must note what it keeps."""
+        self._runner, self._scheduler, self._shared = runner, scheduler, shared
         self._version = version
         self._model_path = runner.weights.path if runner.weights else Path()
         self._paused = False
         self._updating = False  # an open begin/end_weight_update session
         self._requests: dict[str, Request] = {}
+        self._looking: list[Request] = []  # for their prefix among other engines; the scheduler does not know them yet
         self._inbox: deque[Callable[[], None]] = deque()
         self._barrier: deque[Callable[[], None]] = deque()  # wait until everything in flight is through
         self._held: deque[Request] = deque()  # came while something waits at the barrier
@@ -200,6 +210,8 @@ class Engine:
             )
         self._runner.load(path)
         self._model_path = path
+        if self._shared is not None:
+            self._shared[0].clear()  # nobody asks for what old weights computed
         if flush:
             self._scheduler.forget_cache()
         if version is not None:
@@ -284,7 +296,9 @@ class Engine:
         if plan is None:
             return False
         tokens, logprobs = self._runner.step(plan)
-        self._report(self._scheduler.commit(plan, tokens, logprobs))
+        due = self._scheduler.commit(plan, tokens, logprobs)
+        self._give()
+        self._report(due)
         counters = self._counters
         counters.steps += 1
         counters.generation_tokens += len(tokens)
@@ -316,17 +330,54 @@ class Engine:
         if request.max_new_tokens == 0:
             request.finish_reason = {"type": "length", "length": 0}
             self._report([request])
+        elif self._shared is not None and request.salt:
+            self._looking.append(request)
+            have = self._scheduler.cached(request)
+            self._shared[1].look(
+                request.salt, request.tokens[:-1], have, lambda found: self._send(lambda: self._looked(request, found))
+            )
         else:
             self._scheduler.submit(request)
+
+    def _looked(self, request: Request, found: Found | None) -> None:
+        """What other engines have of its prompt goes to a cache slot, from where the scheduler takes it."""
+        if request not in self._looking:  # aborted meanwhile
+            return
+        self._looking.remove(request)
+        if found is not None and self._runner.pool is not None:
+            have = self._scheduler.cached(request)
+            place = self._scheduler.adopt(request.salt, request.tokens[: found.tokens]) if found.tokens > have else None
+            if place is not None:
+                copies, slot = place
+                self._runner.copy(copies)
+                self._runner.write_kv(slot, found.values)
+                request.adopted = (have, found.tokens)
+        self._scheduler.submit(request)
+
+    def _give(self) -> None:
+        """Offer what has just been kept, before anyone hears that its request is over and sends it elsewhere."""
+        if self._shared is None:
+            return
+        copies, kept = self._scheduler.newly_kept()
+        if not kept:
+            return
+        self._runner.copy(copies)
+        for each in kept:
+            try:
+                self._shared[0].give(each.salt, each.tokens, partial(self._runner.read_kv, each.slot))
+            except (OSError, TransferFailed) as error:
+                log.warning("keys and values can't be offered: %s", error)
 
     def _matching(self, rid: str) -> list[Request]:
         known = [*self._requests.values(), *self._held]
         return [request for request in known if request.rid.startswith(rid)]
 
     def _abort(self, requests: list[Request]) -> None:
-        stopped = self._scheduler.abort(request for request in requests if request not in self._held)
-        for request in [request for request in requests if request in self._held]:
-            self._held.remove(request)
+        apart = [request for request in requests if request in self._held or request in self._looking]
+        stopped = self._scheduler.abort(request for request in requests if request not in apart)
+        self._give()
+        for request in apart:
+            (self._held if request in self._held else self._looking).remove(request)
             request.finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
             stopped.append(request)
         self._counters.aborted += len(stopped)
@@ -345,6 +396,7 @@ class Engine:
                 self._requests.pop(request.rid, None)
                 self._counters.prompt_tokens += request.prompt_tokens
                 self._counters.cached_tokens += max(request.cached_tokens, 0)
+                self._counters.stored_tokens += request.stored_tokens
             news.append(Progress(request, start, request.reported, self._version, request.finish_reason, spans))
         with contextlib.suppress(RuntimeError):  # the event loop closed first: nobody listens any more
             self._loop.call_soon_threadsafe(self._deliver, news)

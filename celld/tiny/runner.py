@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from celld.tiny.model import TinyConfig, TinyQwen3
 from celld.tiny.network import Batch, Network, Pool, PrefillRow
 from celld.tiny.sampling import Sampler
-from celld.tiny.scheduler import Plan, Request
+from celld.tiny.scheduler import Copy, Plan, Request
 
 SOLO_OVERHEAD = 400  # key positions of one row that cost as much as one more attention call
 
@@ -128,6 +130,28 @@ class Runner:
         if self.pool is None:
             self.pool = Pool(self.config, self.slots, self.context_length)
 
+    # -- keys and values by slot: [tokens, layers, 2, K, E] float32 --------------------------------------------------
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Make a plan's copies, or those of one that is to come."""
+        assert self.pool is not None, "copies without a pool"
+        for copy in copies:
+            self.pool.copy(copy.source, copy.target, copy.length)
+
+    def read_kv(self, slot: int, length: int) -> npt.NDArray[np.float32]:
+        """The first `length` positions of a slot."""
+        assert self.pool is not None, "a slot is read without a pool"
+        found: npt.NDArray[np.float32] = (
+            self.pool.all[:, :, slot, :, :length].permute(3, 0, 1, 2, 4).contiguous().numpy()
+        )
+        return found
+
+    def write_kv(self, slot: int, values: npt.NDArray[np.float32]) -> None:
+        """Inverse of `read_kv`."""
+        assert self.pool is not None, "a slot is written without a pool"
+        part = torch.from_numpy(values.copy()).permute(1, 2, 3, 0, 4)
+        self.pool.all[:, :, slot, :, : len(values)].copy_(part)
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self, plan: Plan) -> tuple[list[int], list[float]]:
@@ -135,8 +159,7 @@ class Runner:
         if self.weights is None or self.pool is None:
             raise RuntimeError("a step was planned without weights or pool")
         with torch.inference_mode():
-            for copy in plan.copies:
-                self.pool.copy(copy.source, copy.target, copy.length)
+            self.copy(plan.copies)
             network = self.weights.network
             hidden = network.hidden(_batch(plan), self.pool)
             sampled = plan.sampled

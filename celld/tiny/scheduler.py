@@ -41,6 +41,8 @@ class Request:
     prefilling: bool = False  # has a row and not yet its first token there
     holder: int = -1
     cached_tokens: int = -1  # of the prompt, when first admitted; -1 before
+    adopted: tuple[int, int] = (0, 0)  # the prompt's tokens [start, stop) came from another engine
+    stored_tokens: int = 0  # of cached_tokens, those that did
     retractions: int = 0
     reported: int = 0  # sampled tokens already handed out
     finish_reason: dict[str, Any] | None = None
@@ -77,6 +79,16 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A string whose keys and values have come to lie in a cache slot (once the copies before it are made)."""
+
+    holder: int
+    salt: str
+    tokens: list[int]
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Compute tokens [start, stop) of a request in its row; keys and values of [0, start) are there."""
 
@@ -106,8 +118,9 @@ class Plan:
 class Scheduler:
     """Continuous batching with prefix reuse over `rows` concurrent requests."""
 
-    def __init__(self, *, rows: int, cache_slots: int, prefill_tokens: int = 1024) -> None:
+    def __init__(self, *, rows: int, cache_slots: int, prefill_tokens: int = 1024, notes_kept: bool = False) -> None:
         self.rows = rows
+        self.notes_kept = notes_kept  # for `newly_kept`, which somebody must then call
         self.prefill_tokens = prefill_tokens  # per step; bounds how long a decode step can be delayed
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -116,6 +129,7 @@ class Scheduler:
         self._retained: OrderedDict[int, int] = OrderedDict()  # holder -> slot, least recently used first
         self._free = list(range(rows + cache_slots - 1, rows - 1, -1))
         self._copies: list[Copy] = []
+        self._kept: list[Kept] = []
         self._holders = 0
 
     # -- what is asked of it ------------------------------------------------------------------------------------
@@ -186,6 +200,30 @@ class Scheduler:
         self._retained.clear()
         self._index.clear()
         self._copies.clear()
+        self._kept.clear()
+
+    def newly_kept(self) -> tuple[list[Copy], list[Kept]]:
+        """Strings that went to a cache slot since the last call, and the copies to be made before they are read."""
+        kept, self._kept = [kept for kept in self._kept if kept.holder in self._retained], []
+        if not kept:
+            return [], []
+        copies, self._copies = self._copies, []
+        return copies, kept
+
+    def cached(self, request: Request) -> int:
+        """How many of its leading tokens the cache has now."""
+        return self._index.longest(request.salt, request.tokens[:-1])[1]
+
+    def adopt(self, salt: str, tokens: list[int]) -> tuple[list[Copy], int] | None:
+        """A cache slot for a string that was computed elsewhere: (copies to make first, slot); None: there is none."""
+        slot = self._cache_slot()
+        if slot is None:
+            return None
+        self._holders += 1
+        self._retained[self._holders] = slot
+        self._index.insert(self._holders, salt, tokens)
+        copies, self._copies = self._copies, []
+        return copies, slot
 
     def mark_version(self, old_version: str) -> None:
         """The weights change now: what was sampled so far belongs to `old_version`."""
@@ -236,7 +274,9 @@ class Scheduler:
                 self._retained.move_to_end(holder)
         request.filled, request.prefilling = matched, True
         if request.cached_tokens < 0:
+            start, stop = request.adopted
             request.cached_tokens = matched
+            request.stored_tokens = max(0, min(matched, stop) - start)
         self._holders += 1
         request.holder = self._holders
         self._filling.insert(request.holder, request.salt, request.tokens)
@@ -286,14 +326,20 @@ class Scheduler:
         for other in self._index.contained_in(request.salt, string):
             if other in self._retained:
                 self._forget(other)
-        if not self._free and self._retained:
-            self._forget(next(iter(self._retained)))
-        if not self._free:
+        slot = self._cache_slot()
+        if slot is None:
             return
-        slot = self._free.pop()
         self._retained[request.holder] = slot
         self._index.insert(request.holder, request.salt, string)
         self._copies.append(Copy(request.row, slot, len(string)))
+        if self.notes_kept:
+            self._kept.append(Kept(request.holder, request.salt, string, slot))
+
+    def _cache_slot(self) -> int | None:
+        """A free one, if need be the one used longest ago."""
+        if not self._free and self._retained:
+            self._forget(next(iter(self._retained)))
+        return self._free.pop() if self._free else None
 
     def _forget(self, holder: int) -> None:
         self._index.remove(holder)

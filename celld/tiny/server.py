@@ -20,12 +20,17 @@ from aiohttp import web
 
 from celld.tiny.api import Server, ServerOptions
 from celld.tiny.engine import Engine
+from celld.tiny.kvstore import Giver, Shape, Taker
+from celld.tiny.model import TinyConfig
 from celld.tiny.runner import Runner, WeightsError
 from celld.tiny.scheduler import Scheduler
 from celld.tiny.wire import Limits
+from celld.transfer.engine import TransferEngine, TransferUnavailable
+from celld.transfer.streams import StreamEngine
 from gyre_base.stacks import dump_on_signal
 
 BAD_USAGE, REFUSED = 2, 4
+KV_PATIENCE_S = 2.0  # a prompt is computed rather than waited for
 
 
 class StartError(Exception):
@@ -57,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
     add("--max-prefill-tokens", type=int, default=1024, help="per step; lower values delay decoding rows less")
     add("--stream-interval", type=int, default=16, help="tokens per stream chunk after the first token")
     add("--stacks-file", type=Path, help="SIGUSR2 writes the stacks of all threads there")
+    add("--kv-store", type=Path, help="folder that all engines of a run share: they read each other's keys and values")
+    add("--kv-name", default="engine", help="with --kv-store: this engine's own name in it")
+    add("--kv-transport", choices=("socket", "mooncake"), default="socket", help="how they are read")
+    add("--kv-share-mib", type=int, default=256, help="of keys and values that others may read, kept after a release")
     add("--threads", type=int, default=1, help="torch threads")
     add("--seed", type=int, default=0, help="with the request id, the sampling noise of requests without a seed")
     return options
@@ -91,7 +100,10 @@ def build(args: argparse.Namespace) -> tuple[Engine, ServerOptions]:
         known = config.max_position_embeddings
         raise StartError(f"--context-length {args.context_length} is beyond the model's {known} positions", BAD_USAGE)
     scheduler = Scheduler(
-        rows=args.max_running_requests, cache_slots=cache_slots, prefill_tokens=args.max_prefill_tokens
+        rows=args.max_running_requests,
+        cache_slots=cache_slots,
+        prefill_tokens=args.max_prefill_tokens,
+        notes_kept=args.kv_store is not None,
     )
     limits = Limits(
         vocab_size=config.vocab_size,
@@ -108,7 +120,24 @@ def build(args: argparse.Namespace) -> tuple[Engine, ServerOptions]:
         api_key=_key(args.api_key_file),
         admin_key=_key(args.admin_api_key_file),
     )
-    return Engine(runner, scheduler, version=args.weight_version), options
+    return Engine(runner, scheduler, version=args.weight_version, shared=_shared(args, config)), options
+
+
+def _shared(args: argparse.Namespace, config: TinyConfig) -> tuple[Giver, Taker] | None:
+    """Both sides of the store, or None without one. Raises StartError."""
+    if args.kv_store is None:
+        return None
+    try:
+        args.kv_store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if args.kv_transport == "mooncake":
+            engine: TransferEngine | StreamEngine = TransferEngine(args.host, patience_s=KV_PATIENCE_S)
+        else:
+            engine = StreamEngine(args.host, progress_s=KV_PATIENCE_S)
+    except (OSError, TransferUnavailable) as error:
+        raise StartError(f"no shared keys and values: {error}", BAD_USAGE) from error
+    shape = Shape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    giver = Giver(args.kv_store, args.kv_name, engine, shape, args.kv_share_mib << 20)
+    return giver, Taker(args.kv_store, args.kv_name, engine, shape)
 
 
 def _server_info(args: argparse.Namespace) -> dict[str, Any]:

@@ -212,6 +212,11 @@ def generate_response(submission: Submission, progress: Progress, latency_s: flo
         "num_retractions": request.retractions,
         "completion_tokens": stop,
         "cached_tokens": max(request.cached_tokens, 0),
+        "cached_tokens_details": {
+            "device": max(request.cached_tokens, 0) - request.stored_tokens,
+            "host": 0,
+            "storage": request.stored_tokens,
+        },
         "reasoning_tokens": 0,
         "dp_rank": None,
     }
@@ -277,6 +282,7 @@ def metrics_text(loads: Loads, counters: Counters, model_name: str) -> str:
         "num_aborted_requests_total": counters.aborted,
         "prompt_tokens_total": counters.prompt_tokens,
         "cached_tokens_total": counters.cached_tokens,
+        "stored_tokens_total": counters.stored_tokens,
         "generation_tokens_total": counters.generation_tokens,
         "num_retracted_requests_total": counters.retractions,
         "decode_steps_total": counters.steps,

@@ -57,11 +57,11 @@ class Reader:
         self.fetched_bytes = 0
         self.reused_bytes = 0  # confirmed before: an earlier version's equal chunks, or a try that broke off
 
-    def fetch(self, slot: RemoteSlot) -> memoryview:
-        """The slot's bytes, read-only. Blocks; run it in a thread. Raises TransferFailed after some tries."""
+    def fetch(self, slot: RemoteSlot, tries: int = TRIES) -> memoryview:
+        """The slot's bytes, read-only. Blocks; run it in a thread. Raises TransferFailed after `tries`."""
         self._doubtful = [(end, buffer) for end, buffer in self._doubtful if end > self._clock()]
         problem = ""
-        for _ in range(TRIES):
+        for _ in range(tries):
             room = self._room(slot)
             missing = [i for i in range(len(slot.digests)) if not room.has(slot, i)]
             self.reused_bytes += slot.size - sum(_length(slot, i) for i in missing)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from celld.tiny.model import TinyConfig, TinyQwen3, load, save
+from celld.transfer.engine import installed
 from tests.engine.calls import Caller
 from tests.engine.process import EngineProcess, sglang_pair
 
@@ -55,10 +56,14 @@ def urls(kind: str, models: tuple[Path, Path], tmp_path_factory: pytest.TempPath
             yield pair
         return
     options = ("--weight-version", "0.0", "--context-length", "1024", *OWN[kind])
-    module = f"celld.{kind}.server"
+    module, shared = f"celld.{kind}.server", [(), ()]
+    if kind == "tiny":
+        store = ("--kv-store", str(tmp_path_factory.mktemp("kv")))
+        transport = ("--kv-transport", "mooncake" if installed() else "socket")
+        shared = [(*store, *transport, "--kv-name", name) for name in ("first", "second")]
     with (
-        EngineProcess(models[0], *options, module=module) as first_engine,
-        EngineProcess(models[0], *options, module=module) as second_engine,
+        EngineProcess(models[0], *options, *shared[0], module=module) as first_engine,
+        EngineProcess(models[0], *options, *shared[1], module=module) as second_engine,
     ):
         yield first_engine.url, second_engine.url
 

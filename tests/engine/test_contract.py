@@ -193,6 +193,34 @@ async def test_a_request_aborted_here_and_continued_there_equals_an_uninterrupte
     assert float((moved - torch.tensor(logprobs(whole))).abs().max()) <= 1e-4
 
 
+@needs_a_model("it has no keys and values")
+async def test_a_call_that_moves_reads_its_prompt_from_the_shared_store(engine: Caller, other: Caller):
+    """Same greedy tokens, logprobs to 1e-5, nine tenths of the prompt not computed again."""
+    ids, rid = prompt(300, seed=21), new_rid()
+    whole = await other.generate(ids, max_new_tokens=LONG, cache_salt="another policy")
+    task = await under_way(engine, ids, rid, cache_salt="0.0")
+    await engine.control.abort(rid)
+    first = await the_end(engine, task)
+    assert first["meta_info"]["finish_reason"]["type"] == "abort"
+    await engine.control.flush(20)  # refused until the store has all of it
+    moved = ids + first["output_ids"]
+    parts = [p async for p in other.chunks(moved, max_new_tokens=LONG - len(first["output_ids"]), cache_salt="0.0")]
+    second = joined(parts)
+    assert first["output_ids"] + second["output_ids"] == whole["output_ids"]
+    drift = torch.tensor(logprobs(first) + logprobs(second)) - torch.tensor(logprobs(whole))
+    assert float(drift.abs().max()) <= 1e-5
+    assert second["meta_info"]["cached_tokens"] >= 0.9 * len(moved)
+    assert second["meta_info"]["cached_tokens_details"]["storage"] >= 0.9 * len(moved)
+
+
+@needs_a_model("it has no keys and values")
+async def test_the_shared_store_gives_nothing_to_another_salt(engine: Caller, other: Caller):
+    ids = prompt(120, seed=22)
+    await engine.generate(ids, cache_salt="0.0")
+    await engine.control.flush(20)
+    assert (await other.generate(ids, cache_salt="0.1"))["meta_info"]["cached_tokens"] == 0
+
+
 async def test_an_aborted_whole_request_answers_200_with_its_partial_ids(engine: Caller):
     rid = new_rid()
     await engine.slow(STEP_S)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from celld.tiny.model import TinyQwen3, load
+from celld.tiny.model import load
 from celld.weights import Snapshot
-from tests.engine.calls import Caller, joined, logprobs, new_rid
-from tests.engine.test_contract import LONG, prompt, the_end, under_way, worst
+from tests.engine.calls import Caller
+from tests.engine.test_contract import prompt, worst
 from tests.system.conftest import make_random
 from tests.system.running import RAMBLING, Run, changed, rambling_task
 
@@ -20,33 +20,6 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("GYRE_ENGINE") != "sglang", reason="needs real engines: make test-sglang"),
     pytest.mark.timeout(900),
 ]
-SALT = "0.0"
-
-
-async def test_a_call_that_moves_reads_its_prompt_from_the_store(engine: Caller, other: Caller, reference: TinyQwen3):
-    """Same greedy tokens, logprobs to 1e-5, nine tenths of the prompt not computed again."""
-    ids, rid = prompt(300, seed=21), new_rid()
-    whole = await other.generate(ids, max_new_tokens=LONG, cache_salt="another policy")
-    task = await under_way(engine, ids, rid, cache_salt=SALT)
-    await engine.control.abort(rid)
-    first = await the_end(engine, task)
-    assert first["meta_info"]["finish_reason"]["type"] == "abort"
-    await engine.control.flush(20)  # refused until the store has all of it
-    moved = ids + first["output_ids"]
-    parts = [p async for p in other.chunks(moved, max_new_tokens=LONG - len(first["output_ids"]), cache_salt=SALT)]
-    second = joined(parts)
-    assert first["output_ids"] + second["output_ids"] == whole["output_ids"]
-    drift = torch.tensor(logprobs(first) + logprobs(second)) - torch.tensor(logprobs(whole))
-    assert float(drift.abs().max()) <= 1e-5
-    assert second["meta_info"]["cached_tokens"] >= 0.9 * len(moved)
-    assert second["meta_info"]["cached_tokens_details"]["storage"] >= 0.9 * len(moved)
-
-
-async def test_the_store_gives_nothing_to_another_salt(engine: Caller, other: Caller):
-    ids = prompt(120, seed=22)
-    await engine.generate(ids, cache_salt="0.0")
-    await engine.control.flush(20)
-    assert (await other.generate(ids, cache_salt="0.1"))["meta_info"]["cached_tokens"] == 0
 
 
 async def test_weights_of_the_trainer_are_served_bit_by_bit(engine: Caller, models: tuple[Path, Path], tmp_path: Path):
