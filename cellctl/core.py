@@ -363,6 +363,8 @@ class Scheduler:
             view = self.view(now)  # back, before the next burst begins and hides that the last one ended
         if self._dispatch_groups(view, now):
             view = self.view(now)
+        if self._pause_executions(view):
+            view = self.view(now)
         self._turn_cells(view, now)
 
     def _turn_cells(self, view: policies.View, now: float) -> int:
@@ -370,6 +372,11 @@ class Scheduler:
         for decision in decisions:
             self.turn(decision, now)
         return len(decisions)
+
+    def _pause_executions(self, view: policies.View) -> bool:
+        """Whether anything changed."""
+        orders = self.policy.pauses(view, partial(executions.in_flight, self))
+        return sum(executions.pause(self, order) for order in orders) > 0
 
     def _dispatch_groups(self, view: policies.View, now: float) -> bool:
         """Whether anything changed: groups went out, or a burst began."""

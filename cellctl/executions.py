@@ -9,6 +9,7 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cellctl import policies
 from gyre_base import messages as m
 from gyre_base.daemon import Answer, Send, WakeAt
 from gyre_base.shards import proxyd_peer, shard_of
@@ -37,7 +38,35 @@ def proxyd_of(s: Scheduler, execution: str) -> str:
 
 def opening(s: Scheduler, execution: str, purpose: Purpose) -> m.OpenExecution:
     temperature = 0.0 if purpose is Purpose.EVAL_GREEDY else s.config.rollout.temperature
-    return m.OpenExecution(execution=execution, purpose=purpose, temperature=temperature)
+    paused = bool(s.ledger.in_flight[execution].paused)
+    return m.OpenExecution(execution=execution, purpose=purpose, temperature=temperature, paused=paused)
+
+
+def in_flight(s: Scheduler) -> list[policies.ExecutionView]:
+    """What a policy may pause, oldest first."""
+    return [
+        policies.ExecutionView(
+            name=e.id,
+            task=s.ledger.groups[e.group].task,
+            group=e.group,
+            purpose=e.purpose,
+            dispatched_at=e.dispatched_at,
+            paused=bool(e.paused),
+        )
+        for e in s.ledger.in_flight.values()
+        if not e.calls_no_more
+    ]
+
+
+def pause(s: Scheduler, order: policies.Pause) -> bool:
+    """Hold an execution's calls or let them go on; the router has them, nothing of it is lost. False if it changes
+    nothing.
+    """
+    changed = s.ledger.pause(order.execution, order.why if order.paused else "")
+    if changed:
+        record = s.ledger.in_flight[order.execution]
+        s.say(Send(proxyd_of(s, record.id), opening(s, record.id, record.purpose)))
+    return changed
 
 
 def executor_joined(s: Scheduler, event: m.Hello, now: float, *, reborn: bool) -> None:

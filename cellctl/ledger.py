@@ -27,6 +27,7 @@ class Execution:
     assigned_at: float = 0.0
     excused: int = 0  # of the attempts before, those that ended because an executor was told to leave
     calls_no_more: bool = False  # its harness has ended; only its score is to come
+    paused: str = ""  # why its calls are held; "" = they are served
     outcome: Outcome | None = None
     score: float | None = None
     wall_s: float = 0.0
@@ -94,6 +95,7 @@ class Ledger:
         self.groups: dict[str, Group] = {}
         self.in_flight: dict[str, Execution] = {}
         self._in_scoring = 0  # of those, how many call no more
+        self.paused = 0  # of those, how many are paused; such call again, so that none is both
         self.outcomes: dict[str, dict[str, int]] = {}
         self.retries = 0
         self.open_by_purpose: Counter[Purpose] = Counter()  # groups dispatched, not closed
@@ -138,6 +140,7 @@ class Ledger:
         """
         done = self.in_flight.pop(execution)
         self._in_scoring -= done.calls_no_more
+        self.paused -= bool(done.paused)
         self.groups[done.group].running -= 1
         done.outcome, done.score, done.wall_s = outcome, score, wall_s
         by_outcome = self.outcomes.setdefault(done.purpose.value, {})
@@ -178,15 +181,25 @@ class Ledger:
         """Its harness has ended: it needs no engine any more, whatever its evaluator still does."""
         record = self.in_flight.get(execution)
         if record is not None and not record.calls_no_more:
+            self.pause(execution, "")
             record.calls_no_more = True
             self._in_scoring += 1
 
+    def pause(self, execution: str, why: str) -> bool:
+        """Hold its calls because of `why`, or with "" let them go on. False if that changes nothing or it is over."""
+        record = self.in_flight.get(execution)
+        if record is None or record.calls_no_more or bool(record.paused) == bool(why):
+            return False
+        record.paused = why
+        self.paused += 1 if why else -1
+        return True
+
     def level(self) -> int:
-        """Executions dispatched whose harness has not ended (the water level).
+        """Executions dispatched whose harness has not ended and that are not paused (the water level).
 
         At least 1 until all have their outcome: one that is lost while it is scored runs again, and needs an engine.
         """
-        return max(len(self.in_flight) - self._in_scoring, min(1, len(self.in_flight)))
+        return max(len(self.in_flight) - self._in_scoring - self.paused, min(1, len(self.in_flight)))
 
     def held_by(self, executor: str) -> Iterator[Execution]:
         return iter([e for e in self.in_flight.values() if e.executor == executor])

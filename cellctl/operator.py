@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cellctl import turning
-from cellctl.policies import Decision
+from cellctl import executions, turning
+from cellctl.policies import Decision, Pause
 from cellctl.roles import Cell
 from gyre_base import messages as m
 from gyre_base.daemon import Send
@@ -30,7 +30,22 @@ def obey(scheduler: Scheduler, order: m.OperatorOrder, now: float) -> m.Done | m
             return _drain(scheduler, order.argument, order.options, now)
         case "undrain":
             return _undrain(scheduler, order.argument, now)
-    return m.Refused(why=f"no order is called {order.verb!r}: freeze, thaw, flip, drain, undrain")
+        case "pause" | "resume":
+            return _pause(scheduler, order.argument, paused=order.verb == "pause")
+    return m.Refused(why=f"no order is called {order.verb!r}: freeze, thaw, flip, drain, undrain, pause, resume")
+
+
+def _pause(scheduler: Scheduler, name: str, *, paused: bool) -> m.Done | m.Refused:
+    """Hold one execution's calls, or let them go on. A policy that pauses may decide otherwise at the next event."""
+    if executions.pause(scheduler, Pause(execution=name, paused=paused, why="by order of the operator")):
+        held = "its calls are held, its limit stands still" if paused else "its calls are served again"
+        return m.Done(note=f"{name}: {held}")
+    record = scheduler.ledger.in_flight.get(name)
+    if record is None:
+        return m.Refused(why=f"no execution in flight is called {name!r}; `gyre executions` lists them")
+    if record.calls_no_more:
+        return m.Refused(why=f"the harness of {name} has ended; it is being scored")
+    return m.Refused(why=f"{name} is paused: {record.paused}" if record.paused else f"{name} is not paused")
 
 
 def _drain(scheduler: Scheduler, name: str, options: dict[str, str], now: float) -> m.Done | m.Refused:

@@ -5,11 +5,11 @@ Pure: they look at a `View` and answer with decisions; a decision always carries
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gyre_base.vocabulary import Role
+from gyre_base.vocabulary import Purpose, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,30 @@ class Decision:
     why: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExecutionView:
+    """What a policy may know of an execution that still calls."""
+
+    name: str
+    task: str
+    group: str
+    purpose: Purpose
+    dispatched_at: float
+    paused: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """Hold the calls of `execution` from now on, or with `paused` False let them go on, because of `why`."""
+
+    execution: str
+    paused: bool
+    why: str
+
+
 class Policy(Protocol):
-    """One way to share the cells. It is asked after every event, so it may move any cell in either direction in the
-    middle of a burst; what else a rule may order (pausing executions) is one more kind of answer beside `Decision`,
-    carried out where the core carries out decisions.
+    """One way to share the cells. It is asked after every event, so it may move any cell in either direction and pause
+    any execution in the middle of a burst.
     """
 
     name: str
@@ -119,8 +139,22 @@ class Policy(Protocol):
         """Cells that should start turning now."""
         ...
 
+    def pauses(self, view: View, in_flight: Callable[[], list[ExecutionView]]) -> list[Pause]:
+        """Executions to pause or to let go on; asked before `turns`, whose water level counts no paused ones.
 
-class _Bursts:
+        `in_flight` makes the list when it is called: a rule that needs none costs nothing.
+        """
+        ...
+
+
+class _LetsAllRun:
+    """The rule of the paper and its baselines: an execution is never paused."""
+
+    def pauses(self, view: View, in_flight: Callable[[], list[ExecutionView]]) -> list[Pause]:
+        return []
+
+
+class _Bursts(_LetsAllRun):
     """Dispatch at burst boundaries only: then the water level only falls within a burst. A head start is the exception
     that was asked for: some groups of the next burst go out one step early, if anybody serves them by then.
     """
@@ -201,7 +235,7 @@ class Colocate(_Bursts):
         return f"{view.groups_ready} groups are ready: the pool trains, standalone engines carry {view.water_level}"
 
 
-class Async:
+class Async(_LetsAllRun):
     """Fixed pools: the first cells train for ever, the others serve for ever; look-ahead (one batch) bounds
     staleness.
     """

@@ -37,6 +37,7 @@ def run_row(s: Scheduler, now: float) -> dict[str, Any]:
         "version": str(s.version),
         "burst_end": s.burst_end,
         "water_level": s.ledger.level(),
+        "paused": s.ledger.paused,
         "serving_slots": sum(c.slots for c in s.cells.values() if c.serves),
         "waiting_for_executor": len(s.waiting),
         "groups_open": s.ledger.groups_open(),

@@ -240,6 +240,7 @@ class OpenExecution:
     execution: str
     purpose: Purpose
     temperature: float
+    paused: bool = False  # the newest word counts: calls are held with what they have, and their limit stands still
 
 
 @message("execution.close")

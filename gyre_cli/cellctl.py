@@ -134,6 +134,24 @@ def undrain(cell: str, run_dir: str | None) -> None:
 
 
 @main.command()
+@click.argument("execution")
+@run_option
+@guarded
+def pause(execution: str, run_dir: str | None) -> None:
+    """Hold the calls of an execution: what it has is kept, no slot is used, its limit stands still."""
+    common.order(run_dir, "cellctl", "pause", execution)
+
+
+@main.command()
+@click.argument("execution")
+@run_option
+@guarded
+def resume(execution: str, run_dir: str | None) -> None:
+    """Let a paused execution go on."""
+    common.order(run_dir, "cellctl", "resume", execution)
+
+
+@main.command()
 @click.argument("journal", type=click.Path(dir_okay=False, path_type=Path))
 @json_option
 @guarded

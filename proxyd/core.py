@@ -82,8 +82,8 @@ class Router:
                 self._arrived(event, now)
             case SubmissionEnded():
                 self._ended(event, now)
-            case OpenExecution(execution=execution, temperature=temperature):
-                self._open(execution, temperature, now)
+            case OpenExecution():
+                self._open(event, now)
             case CloseExecution(execution=execution):
                 self._close(execution, now)
             case EngineTable():
@@ -122,7 +122,7 @@ class Router:
     def _route(self, call: Call, now: float) -> None:
         """Send a held call on its way if an engine may have it."""
         opened = self.executions.get(call.execution)
-        if opened is None or now < call.not_before:
+        if opened is None or opened.paused or now < call.not_before:
             return
         engine = self._choose(call, opened, now)
         if engine is None:
@@ -245,13 +245,20 @@ class Router:
 
     # ---- executions -------------------------------------------------------------------------------------------------
 
-    def _open(self, execution: str, temperature: float, now: float) -> None:
-        known = self.executions.get(execution)
-        if known is not None:
-            known.temperature = temperature
-            return
-        self.closed.pop(execution, None)
-        self.executions[execution] = Opened(temperature)
+    def _open(self, event: OpenExecution, now: float) -> None:
+        """Also the word that an execution pauses or goes on: its calls stay open, without an engine."""
+        known = self.executions.get(event.execution)
+        if known is None:
+            self.closed.pop(event.execution, None)
+            self.executions[event.execution] = Opened(event.temperature, event.paused)
+        else:
+            goes_on = known.paused and not event.paused
+            known.temperature, known.paused = event.temperature, event.paused
+            if known.paused:
+                for call in [c for c in self.calls.values() if c.execution == event.execution]:
+                    self._abort(call, now, "its execution is paused")
+            if not goes_on:
+                return
         self._route_all(now)
 
     def _close(self, execution: str, now: float) -> None:

@@ -61,6 +61,7 @@ class Opened:
     """An execution whose calls are served."""
 
     temperature: float
+    paused: bool = False
     home: str = ""
 
 

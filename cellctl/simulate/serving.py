@@ -2,15 +2,25 @@
 
 The law: an execution takes 1 + slope * (max(load, floor) - 1) of its nominal time, load = executions / slots of the
 serving cells. `work` is the pool's own clock, in nominal seconds done per execution; an end is due when that clock
-reaches it. With no cell serving both clocks stand still: the wait is the infrastructure's and no limit counts it.
+reaches it. With no cell serving both clocks stand still: the wait is the infrastructure's and no limit counts it. A
+paused execution takes no slot, gets nothing done, and its limit stands still, too.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from dataclasses import dataclass
 
 NEVER = float("inf")
+
+
+@dataclass
+class Running:
+    """`began` and `limit` by the clock that limits go by, `end` by that of work. Of a paused one: what is left."""
+
+    began: float
+    end: float
+    limit: float
 
 
 class Serving:
@@ -23,8 +33,9 @@ class Serving:
         self._rate = 0.0  # nominal seconds per second
         self.now = self._work = self._clock = 0.0
         self._ends: list[tuple[float, str]] = []
-        self._limits: deque[tuple[float, str]] = deque()
-        self.running: dict[str, float] = {}  # the clock when each began
+        self._limits: list[tuple[float, str]] = []
+        self.running: dict[str, Running] = {}
+        self.paused: dict[str, Running] = {}
 
     def add_slots(self, slots: int) -> None:
         """A cell begins to serve, or with a negative number ends."""
@@ -44,10 +55,27 @@ class Serving:
         self.now = now
 
     def start(self, execution: str, work_s: float) -> None:
-        self.running[execution] = self._clock
+        self._run(execution, Running(self._clock, self._work + work_s, self._clock + self._limit_s))
+
+    def _run(self, execution: str, one: Running) -> None:
+        self.running[execution] = one
         self._changed()
-        heapq.heappush(self._ends, (self._work + work_s, execution))
-        self._limits.append((self._clock + self._limit_s, execution))
+        heapq.heappush(self._ends, (one.end, execution))
+        heapq.heappush(self._limits, (one.limit, execution))
+
+    def pause(self, execution: str) -> None:
+        """One that does not run is left as it is."""
+        one = self.running.pop(execution, None)
+        if one is not None:
+            self.paused[execution] = Running(one.began - self._clock, one.end - self._work, one.limit - self._clock)
+            self._changed()
+
+    def resume(self, execution: str) -> None:
+        """One that is not paused is left as it is."""
+        left = self.paused.pop(execution, None)
+        if left is not None:
+            clock = self._clock
+            self._run(execution, Running(left.began + clock, left.end + self._work, left.limit + clock))
 
     def next_end(self) -> float:
         if not self.slots or not self.running:
@@ -64,12 +92,13 @@ class Serving:
         by_work = max(0.0, self._ends[0][0] - self._work) / self._rate
         timed_out = self._limits[0][0] - self._clock < by_work
         execution = self._limits[0][1] if timed_out else self._ends[0][1]
-        began = self.running.pop(execution)
+        one = self.running.pop(execution)
         self._changed()
-        return execution, timed_out, self._clock - began
+        return execution, timed_out, self._clock - one.began
 
     def _forget(self) -> None:
-        while self._ends[0][1] not in self.running:
+        """Entries of executions that ended, or paused since and so end at another time."""
+        while (one := self.running.get(self._ends[0][1])) is None or one.end != self._ends[0][0]:
             heapq.heappop(self._ends)
-        while self._limits[0][1] not in self.running:
-            self._limits.popleft()
+        while (one := self.running.get(self._limits[0][1])) is None or one.limit != self._limits[0][0]:
+            heapq.heappop(self._limits)

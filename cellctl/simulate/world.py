@@ -112,6 +112,7 @@ class World:
         self._packing: set[str] = set()
         self._obey: dict[type, Callable[[Any], None]] = {
             m.ExecutionOrder: self._execute,
+            m.OpenExecution: self._open,
             m.DrainCell: self._drain,
             m.FlipCell: self._flip,
             m.UpdateEngine: self._update,
@@ -192,6 +193,12 @@ class World:
             visit, self._visits[task] = self._visits[task], self._visits[task] + 1
             hours = self._hours[order.group] = self._work.group(task, visit, self.profile.group_size)
         self.serving.start(order.execution, hours[record.place] * 3600.0)
+        if record.paused:
+            self.serving.pause(order.execution)
+
+    def _open(self, order: m.OpenExecution) -> None:
+        """Of one that runs: it pauses, or goes on."""
+        self.serving.pause(order.execution) if order.paused else self.serving.resume(order.execution)
 
     def _end_one(self) -> None:
         execution, timed_out, wall_s = self.serving.end()
