@@ -31,6 +31,8 @@ RESTARTS = 5  # of one daemon within WINDOW_S; more is a fault that restarting d
 WINDOW_S = 120.0
 STOP_GRACE_S = 20.0
 LOOK_S = 0.7
+POOL = "ex-pool"
+RANKS = ("celld.trainer.main", "celld.emulate.trainer")
 STOP_ORDER = ("ex", "celld-", "proxyd-", "trajd", "cellctl")
 
 
@@ -76,9 +78,21 @@ def services(run: RunDir, python: list[str], config: Config) -> list[Daemon]:
 def executors(run: RunDir, python: list[str], config: Config) -> list[Daemon]:
     """A fixed number beside the supervisor, or the keeper of a pool that submits them as jobs."""
     if config.cluster.executor_partition or config.cluster.executors_max:
-        return [line(run, python, "ex-pool", "gyre", "exec", "--pool")]
+        return [line(run, python, POOL, "gyre", "exec", "--pool")]
     names = [f"ex{i}" for i in range(config.cluster.executors)]
     return [line(run, python, name, "gyre", "exec", "--name", name) for name in names]
+
+
+def kind_of(daemon: str) -> str:
+    """What a daemon's CPU time is counted as. A pool's executors are jobs of their own, which nobody here sees."""
+    if daemon == POOL:
+        return "executor pool"
+    return "executor" if daemon.startswith("ex") else daemon.partition("-")[0]
+
+
+def kind_of_child(command: list[str]) -> str:
+    """The same for what celld started: a trainer's rank, else the engine, which may be anybody's program."""
+    return "rank" if any(word in RANKS for word in command) else "engine"
 
 
 class Supervisor:
@@ -219,14 +233,13 @@ class Supervisor:
                 continue
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(daemon.process.pid)
-                times = process.cpu_times()
-                kind = "executor" if daemon.name.startswith("ex") else daemon.name.partition("-")[0]
+                times, kind = process.cpu_times(), kind_of(daemon.name)
                 add(kind, times.user + times.system)
                 if kind == "executor":
                     add("harness and evaluator", times.children_user + times.children_system)
                 for child in process.children() if kind == "celld" else ():
-                    words = " ".join(child.cmdline())
-                    add("engine" if "celld.tiny" in words else "rank", sum(child.cpu_times()[:2]))
+                    family = (child, *child.children(recursive=True))  # a real engine is several processes
+                    add(kind_of_child(child.cmdline()), sum(sum(one.cpu_times()[:2]) for one in family))
         return out
 
     async def _watch(self) -> None:
