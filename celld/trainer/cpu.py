@@ -1,8 +1,9 @@
 """What differs between a GPU and a CPU-only machine, in one module; with CUDA present every shim here is off.
 
-Owns the choice of device, backend and megatron flags, and the two places where megatron-core asks for CUDA by name: the
-random-state tracker and the rotary frequencies. Never patches torch. The third place, megatron's own attention, is not
-a shim: `celld.trainer.tree` replaces it on every device, because a forest needs it.
+Owns the choice of device, backend and megatron flags, and the places where megatron-core asks for CUDA by name: the
+random-state tracker, the rotary frequencies, and the stream of the dispatcher to experts. Never patches torch. Two more
+places, megatron's own attention and the router's matrix product, are no shims: `celld.trainer.layers` replaces them on
+every device, the one because a forest needs it, the other because it fails without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ def config_flags() -> dict[str, Any]:
         "persist_layer_norm",
     )
     return {"use_cpu_initialization": on_cpu(), **dict.fromkeys(fused, False)}
+
+
+def dispatcher() -> str:
+    """How tokens get to their experts. `alltoall` makes a CUDA stream; with one rank both move nothing."""
+    return "allgather" if on_cpu() else "alltoall"
 
 
 class DepthRotary(RotaryEmbedding):  # type: ignore[misc]  # megatron is untyped

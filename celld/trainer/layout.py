@@ -7,12 +7,26 @@ from typing import Any
 
 from gyre_base.config import ConfigError, TrainerConfig
 
+ONE = {  # of the layout, what is not built
+    "expert_parallel": "a rank holds all experts",
+    "context_parallel": "a long trajectory is computed in pieces of trainer.piece_tokens, by each rank",
+}
 SPLIT_BY_TENSOR = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
 def check_layout(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
     """`model` is its config.json; entries that it lacks are missed later, when it is loaded. Raises ConfigError."""
+    for name, instead in ONE.items():
+        if (size := getattr(trainer, name)) > 1:
+            raise ConfigError(
+                f"trainer.{name} = {size} is not built: {instead}; set 1 (docs/adr/0017-long-micro-steps.md)"
+            )
     size = trainer.tensor_parallel
+    if size > 1 and model.get("model_type") == "qwen3_moe":
+        raise ConfigError(
+            f"trainer.tensor_parallel = {size} can't split a mixture of experts: megatron's needs Transformer Engine "
+            "then; set 1"
+        )
     for entry in SPLIT_BY_TENSOR:
         if (count := model.get(entry)) and count % size:
             raise ConfigError(

@@ -183,7 +183,8 @@ def _tensors(run: RunDir, keys: Keys, config: Config, cell: str, number: int) ->
     from celld.trainer.tensors import Tensors
     from celld.transfer.bulk import open_bulk
 
-    policy, bulk = Policy(read_config(config.model.path)), open_bulk(config.cluster)
+    policy = Policy(read_config(config.model.path), piece_tokens=config.trainer.piece_tokens)
+    bulk = open_bulk(config.cluster)
     if cell != "c0":
         return Tensors(config, policy, None, None), bulk
     exchange = GradientExchange(
@@ -228,8 +229,8 @@ async def _finish(rank: Rank) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(rank.busy.acquire(), LEAVE_S)
     if rank.core and rank.version is not None and rank.version.step and rank.saved[0] != str(rank.version):
-        saved = await rank.save()
-        log.info("saved %s before leaving", saved.version)
+        if durable := await rank.save():
+            log.info("saved %s before leaving", durable.saved.version)
 
 
 def main() -> None:

@@ -26,9 +26,8 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", f"ignore::{kind}:(megatron|torch).*")
 
 
-def twin() -> TinyQwen3:
-    """A TinyQwen3 whose norms are not all one: a swapped norm would else go unseen."""
-    model = TinyQwen3(SMALL).initialise(3)
+def unlike_norms(model: TinyQwen3) -> TinyQwen3:
+    """Norms that are not all one: a swapped norm would else go unseen."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -39,7 +38,7 @@ def twin() -> TinyQwen3:
 
 @pytest.fixture(scope="session")
 def reference() -> TinyQwen3:
-    return twin()
+    return unlike_norms(TinyQwen3(SMALL).initialise(3))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,18 @@ def test_one_that_does_not_is_refused_with_the_sizes_that_do(size, entry):
         check_layout(TrainerConfig(tensor_parallel=size), SMALL.to_hf())
 
 
+@pytest.mark.parametrize("name", ["expert_parallel", "context_parallel"])
+def test_what_is_not_built_is_refused_with_what_happens_instead(name):
+    with pytest.raises(ConfigError, match=rf"trainer\.{name} = 2 is not built: .*0017"):
+        check_layout(TrainerConfig(**{name: 2}), SMALL.to_hf())
+
+
+def test_a_mixture_of_experts_is_not_split_by_tensor():
+    check_layout(TrainerConfig(), SMALL.to_hf() | {"model_type": "qwen3_moe"})
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        check_layout(TrainerConfig(tensor_parallel=2), SMALL.to_hf() | {"model_type": "qwen3_moe"})
+
+
 @pytest.mark.parametrize(
     "tree",
     [

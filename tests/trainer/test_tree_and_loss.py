@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from celld.trainer import flex, tree
 from celld.trainer import loss as losses
-from celld.trainer import tree
-from celld.trainer.model import ModelError, Shape, to_hf
+from celld.trainer.mapping import ModelError, Shape, to_hf
+from gyre_base.microstep import PackError
 from tests.trainer.conftest import SMALL
 from tests.trainer.forests import path_indices, random_micro_step
 
@@ -50,6 +52,15 @@ def packed_loss(policy, executions, options):
     return losses.loss_sum(logp, goal, options)
 
 
+def assert_same_gradient(policy, reference):
+    mine = {hf: grad for name, p in policy.parameters.items() for hf, grad in to_hf(name, p.grad, policy.shape)}
+    whole = torch.cat([mine[name].flatten() for name, _ in reference.named_parameters()])
+    expected = torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reference.parameters()]
+    )
+    assert (whole - expected).norm() <= 1e-5 * expected.norm() + 1e-7
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -73,33 +84,84 @@ def test_packed_loss_and_gradients_equal_the_flattened_form(
     flat = flattened_loss(reference, steps, options)
     flat.backward()
     torch.testing.assert_close(packed.detach(), flat.detach(), rtol=1e-5, atol=1e-5)
-    mine = {hf: grad for name, p in policy.parameters.items() for hf, grad in to_hf(name, p.grad, policy.shape)}
-    whole = torch.cat([mine[name].flatten() for name, _ in reference.named_parameters()])
-    expected = torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reference.parameters()]
-    )
-    assert (whole - expected).norm() <= 1e-5 * expected.norm() + 1e-7
+    assert_same_gradient(policy, reference)
 
 
-@given(seed=st.integers(0, 10**6), segments=st.integers(1, 12))
-@settings(max_examples=30, deadline=None)
-def test_long_runs_are_cut_without_changing_attention(seed, segments):
-    steps = random_micro_step(seed, 3, segments=segments, longest=30).executions
+def projections(seed, total, size=8):
     rng = torch.Generator().manual_seed(seed)
-    total = sum(map(len, steps))
-    q, k, v = (torch.randn(total, heads, 8, generator=rng) for heads in (4, 2, 2))
-    whole = tree.attend(q, k, v, tree.plan(steps))
+    return [torch.randn(total, heads, size, generator=rng, requires_grad=True) for heads in (4, 2, 2)]
+
+
+@given(seed=st.integers(0, 10**6), segments=st.integers(1, 12), again=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_long_runs_are_cut_without_changing_attention_or_its_gradient(seed, segments, again):
+    steps = random_micro_step(seed, 3, segments=segments, longest=30).executions
+    inputs = projections(seed, sum(map(len, steps)))
+    whole = tree.attend(*inputs, tree.plan(steps))
+    upstream = torch.randn(whole.shape, generator=torch.Generator().manual_seed(seed))
+    expected = torch.autograd.grad(whole, inputs, upstream)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "MAX_QUERIES", 7)
+        patch.setattr(tree, "FEWEST_QUERIES", 3)
         patch.setattr(tree, "MASK_ELEMENTS", 100)
         cut = tree.plan(steps)
-        torch.testing.assert_close(tree.attend(q, k, v, cut), whole, rtol=1e-5, atol=1e-5)
-        assert all(bucket.queries_RL.shape[1] <= 7 for bucket in cut.buckets)
+        mixed = tree.attend(*inputs, cut, again=again)
+        torch.testing.assert_close(mixed, whole, rtol=1e-5, atol=1e-5)
+        for mine, theirs in zip(torch.autograd.grad(mixed, inputs, upstream), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert all(row.end - row.start <= max(3, min(7, 100 // row.key_count)) for row in cut.rows)
+
+
+def dense_mask(plan):
+    """What the plan means, token by token: [T, T], true where the query may see the key."""
+    index = torch.arange(len(plan))
+    return (index[None] <= index[:, None]) & (index[:, None] < plan.end_T[None])
+
+
+@given(seed=st.integers(0, 10**6), executions=st.integers(1, 4), segments=st.integers(1, 12))
+@settings(max_examples=30, deadline=None)
+def test_a_token_sees_exactly_its_ancestors_and_itself(seed, executions, segments):
+    steps = random_micro_step(seed, executions, segments=segments, longest=20).executions
+    expected = torch.zeros(sum(map(len, steps)), sum(map(len, steps)), dtype=torch.bool)
+    offset = 0
+    for packed in steps:
+        for token in range(len(packed)):
+            at = token
+            while at >= 0:
+                expected[offset + token, offset + at] = True
+                at = int(packed.predecessor[at])
+        offset += len(packed)
+    assert torch.equal(dense_mask(tree.plan(steps)), expected)
+
+
+@pytest.mark.parametrize(("seed", "longest"), [(0, 20), (1, 60), (2, 300), (3, 300)])
+def test_flex_attention_equals_the_attention_of_a_cpu_and_its_blocks_are_exact(seed, longest):
+    plan = tree.plan(random_micro_step(seed, 2, segments=9, longest=longest).executions)
+    inputs = [x.detach() for x in projections(seed, len(plan), size=16)]
+    mine, theirs = flex.attend(*inputs, plan.on_gpu), tree.attend(*inputs, plan)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    blocks = -(-len(plan) // flex.BLOCK)
+    dense = torch.zeros(blocks * flex.BLOCK, blocks * flex.BLOCK, dtype=torch.bool)
+    dense[: len(plan), : len(plan)] = dense_mask(plan)
+    tiles = dense.view(blocks, flex.BLOCK, blocks, flex.BLOCK).transpose(1, 2).flatten(2)
+    assert torch.equal(plan.on_gpu.to_dense()[0, 0].bool(), tiles.any(2))
+    full = torch.zeros(blocks, blocks, dtype=torch.bool)
+    for row in range(blocks):
+        count = int(plan.on_gpu.full_kv_num_blocks[0, 0, row])
+        full[row, plan.on_gpu.full_kv_indices[0, 0, row, :count].long()] = True
+    assert torch.equal(full, tiles.all(2))
+
+
+def test_segments_out_of_depth_first_order_are_refused():
+    (packed,) = random_micro_step(0, 1, segments=1, longest=12).executions
+    wrong = np.array([[0, 2, -1], [2, 3, 0], [3, 4, 0], [4, len(packed), 1]], dtype=np.int32)
+    with pytest.raises(PackError, match="depth-first"):
+        tree.plan([dataclasses.replace(packed, segments=wrong)])
 
 
 def test_sixteen_executions_cost_a_handful_of_attention_calls():
     steps = random_micro_step(1, 16, segments=6, longest=60).executions
-    assert len(tree.plan(steps).buckets) <= 24
+    assert len(tree.plan(steps).on_cpu[0]) <= 24
     assert sum(len(p.paths) for p in steps) > 30
 
 

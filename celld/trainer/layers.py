@@ -1,0 +1,114 @@
+"""megatron-core's transformer layer with tree attention in it, computed whole or in pieces.
+
+Owns what of a pass the layers need to know, and the pieces. Never owns a weight. Invariant: outputs and gradients are
+those of the whole computation; a piece only decides what is kept and what is computed again.
+
+**Pieces.** A micro-step that is longer than `piece_tokens` (one long trajectory; it never spans micro-steps) keeps for
+the backward pass two states per token and layer: the layer's input and what attention made of it. The first pass is
+thus free of gradients; from its log-probabilities follow s and the coefficients of the loss. The backward pass then
+computes one layer at a time again, attention row by row, the rest of the layer (norm and MLP or experts) in pieces of
+`piece_tokens`, and the log-probabilities in pieces of `LOGIT_ELEMENTS` (`celld.trainer.model`).
+
+Bytes above weights and gradients, in fp32, for T tokens, width D, L layers, Q = heads x head size, K the same of keys:
+    4 T (2 L D  +  about 10 D + 6 Q + 8 K)   kept, and one layer's attention in hand
+    + 4 P (D + 6 F)                           one piece of P tokens, F the width of its MLP
+    + one mask and one row of scores (`celld.trainer.tree`), + four times 4 * LOGIT_ELEMENTS
+So it grows with T alone, never with T^2 or T V. Pieces with keys and values kept across them (and their gradients
+summed from the last piece to the first) would need as much: 4 T L 4K, where 2K is D in Qwen3; this is the same memory
+with no gradient of our own. Time: about a third more, attention two thirds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from celld.trainer import tree
+
+
+@dataclass
+class Pass:
+    """One forward pass. All layers of a model share one object; the policy sets it before each pass."""
+
+    plan: tree.TreePlan | None = None
+    piece_tokens: int = 0  # 0: everything at once, and kept
+
+
+class TreeAttention(MegatronModule):  # type: ignore[misc]  # megatron is untyped
+    """megatron's place for attention, filled by `tree.attend`."""
+
+    now: Pass
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[T, 1, heads, E] each -> [T, 1, H * E]."""
+        assert self.now.plan is not None, "set the plan first"
+        again = bool(self.now.piece_tokens)
+        mixed_THE = tree.attend(query[:, 0], key[:, 0], value[:, 0], self.now.plan, again=again)
+        return mixed_THE.flatten(1)[:, None]
+
+
+class Layer(TransformerLayer):  # type: ignore[misc]  # megatron is untyped
+    """A layer whose two halves are computed again for the backward pass when the pass is in pieces."""
+
+    now: Pass
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.now.piece_tokens:
+            return super()._forward_attention(*args, **kwargs)
+        return again(super()._forward_attention, *args, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Norm, MLP or experts and residual of [T, 1, D]: token by token, so any cut gives the same."""
+        forward = super()._forward_mlp
+        if not self.now.piece_tokens:
+            whole: Tensor = forward(hidden_states, *args, **kwargs)
+            return whole
+        pieces = torch.split(hidden_states, self.now.piece_tokens)
+        return torch.cat([again(forward, piece, *args, **kwargs) for piece in pieces])
+
+
+class Router(TopKRouter):  # type: ignore[misc]  # megatron is untyped
+    """Scores in fp32, whatever the states are in. megatron's own `gating` needs CUDA and Transformer Engine."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[..., D] -> [..., experts]"""
+        return F.linear(input.float(), self.weight.float())
+
+
+def again(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """`forward` now, and once more in the backward pass. Dropout is 0, so no random state is kept for it."""
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, dense or with experts as `config.moe_layer_freq` says."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in spec.layer_specs:
+        layer.module = Layer
+        layer.submodules.self_attention.submodules.core_attention = TreeAttention
+        if hasattr(layer.submodules.mlp.submodules, "router"):
+            layer.submodules.mlp.submodules.router = Router
+    return spec
+
+
+def share(model: torch.nn.Module) -> Pass:
+    """One `Pass` for all layers of a model."""
+    now = Pass()
+    for module in model.modules():
+        if isinstance(module, TreeAttention | Layer):
+            module.now = now
+    return now
