@@ -10,7 +10,7 @@ from typing import Any
 
 from cellctl.core import Scheduler
 from gyre_base import wire
-from gyre_base.journal import command_json, read
+from gyre_base.journal import Damaged, command_json, read
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Difference:
 
 
 def replay(path: Path) -> tuple[int, Difference | None]:
-    """(entries replayed, first difference or None). Raises ValueError for a file that is no journal."""
+    """(entries replayed, first difference or None). Raises Damaged for a file that is no journal."""
     core = Scheduler()
     count = 0
     for count, entry in enumerate(read(path), start=1):
         try:
             event = wire.from_json(entry.event)
         except ValueError as error:
-            raise ValueError(f"{path}:{count}: not an event of this version: {error}") from None
+            raise Damaged(f"{path}:{count}: not an event of this version: {error}") from None
         commands = [_plain(c) for c in core.handle(event, entry.at)]
         if commands != entry.commands:
             return count, Difference(count, entry.event, entry.commands, commands)

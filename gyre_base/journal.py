@@ -18,6 +18,10 @@ import orjson
 from gyre_base import wire
 
 
+class Damaged(ValueError):
+    """A journal that can't be read: its words name the file and the line."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One event: when it arrived (s since the epoch), the event, and the commands that followed."""
@@ -73,7 +77,7 @@ def mend_tail(path: Path) -> int:
 
 
 def read(path: Path) -> Iterator[Entry]:
-    """All whole entries. Raises ValueError naming the line if one in the middle is not JSON."""
+    """All whole entries. Raises Damaged naming the line if one in the middle is no entry."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -82,5 +86,5 @@ def read(path: Path) -> Iterator[Entry]:
                 body = json.loads(line)
                 entry = Entry(float(body["at"]), dict(body["event"]), list(body["commands"]))
             except (ValueError, RecursionError, TypeError, KeyError):
-                raise ValueError(f"{path}:{number}: not a journal entry") from None
+                raise Damaged(f"{path}:{number}: not a journal entry") from None
             yield entry

@@ -58,11 +58,12 @@ def guarded(function: F) -> F:
     def inner(*args: Any, **kwargs: Any) -> Any:
         from gyre_base.bus import CannotListen, NoAnswer
         from gyre_base.config import ConfigError
+        from gyre_base.journal import Damaged
         from gyre_base.rundir import RunDirError, RunLocked
 
         try:
             return function(*args, **kwargs)
-        except (ConfigError, CannotListen) as error:
+        except (ConfigError, CannotListen, Damaged) as error:
             fail(str(error), USAGE)
         except RunLocked as error:
             fail(str(error), REFUSED)

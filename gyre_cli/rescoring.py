@@ -29,8 +29,11 @@ def run(run_dir: str, source: str, workers: int | None, limit: int | None, as_js
     for name, why in plan.refused:
         click.echo(f"{name}: {why}", err=True)
     if not plan.jobs:
-        hint = "; set tasks.snapshots or tasks.keep_workspaces before the run" if plan.lost else ""
-        common.fail(f"no state to measure in {root.root}: {plan.lost} executions were not kept{hint}", common.NO)
+        kept = f"{plan.lost} executions were not kept; set tasks.snapshots or tasks.keep_workspaces before the run"
+        why = (
+            kept if plan.lost else f"{len(plan.refused)} were refused" if plan.refused else "there is no execution yet"
+        )
+        common.fail(f"no state to measure in {root.root}: {why}", common.NO)
     jobs = plan.jobs[:limit]
     rescorer = rescore.Rescorer(root, workers or os.cpu_count() or 1)
     with Progress(len(jobs)) as progress:

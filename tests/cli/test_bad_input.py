@@ -162,6 +162,13 @@ def test_a_daemon_that_was_killed_does_not_answer(tmp_path):
     complains(say("gyre", "status", "--run", str(root)), NO_ANSWER, "cellctl does not answer")
 
 
+@pytest.mark.parametrize("name", ["cellctl", "trajd"])
+def test_a_daemon_whose_journal_is_damaged_says_where_and_is_not_started_again_and_again(name, tmp_path):
+    root = make_run(tmp_path / "run")
+    (root / "journal" / f"{name}.jsonl").write_text('{"at": 1.0}\n{"at": 2.0}\n')
+    complains(say(name, "run", "--run", str(root)), USAGE, f"{name}.jsonl:1", "not a journal entry")
+
+
 def test_a_second_daemon_of_the_same_name_is_refused(scheduler):
     complains(say("cellctl", "run", "--run", str(scheduler)), REFUSED, "cellctl already runs", "gyre stop")
 
