@@ -159,10 +159,7 @@ def replay(journal: Path, as_json: bool) -> None:
     """Feed JOURNAL to a fresh scheduler: exit 0 if it gives the same commands, 1 with the first difference if not."""
     from cellctl.replay import replay as run_replay
 
-    try:
-        count, difference = run_replay(journal)
-    except ValueError as error:
-        common.fail(str(error), common.USAGE)
+    count, difference = run_replay(journal)
     if difference is None:
         row = {"entries": count, "same": True}
         common.print_json([row]) if as_json else click.echo(f"{count} entries, the same commands")
