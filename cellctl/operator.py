@@ -42,7 +42,7 @@ def _pause(scheduler: Scheduler, name: str, *, paused: bool) -> m.Done | m.Refus
         return m.Done(note=f"{name}: {held}")
     record = scheduler.ledger.in_flight.get(name)
     if record is None:
-        return m.Refused(why=f"no execution in flight is called {name!r}; `gyre executions` lists them")
+        return m.Refused(why=f"no execution in flight is called {name!r}; `proxyd sessions` lists them")
     if record.calls_no_more:
         return m.Refused(why=f"the harness of {name} has ended; it is being scored")
     return m.Refused(why=f"{name} is paused: {record.paused}" if record.paused else f"{name} is not paused")

@@ -73,8 +73,7 @@ def explain(cell: str, run_dir: str | None, as_json: bool) -> None:
         return
     for row in rows:
         if "next" in row:
-            about = f", in about {row['next_turn_s']:.0f} s" if row["next_turn_s"] is not None else ""
-            click.echo(f"next: {row['next']}{about}")
+            click.echo(f"next: {row['next']}{_when(row['next_turn_s'])}")
             continue
         click.echo(f"{row['cell']}  {row['role']}: {row['why']}")
         if row["stays"]:
@@ -82,6 +81,13 @@ def explain(cell: str, run_dir: str | None, as_json: bool) -> None:
         for line in row["story"]:
             at, _, what = line.partition(" ")
             click.echo(f"    {time.strftime('%H:%M:%S', time.localtime(float(at)))} {what}")
+
+
+def _when(seconds: float | None) -> str:
+    """Of a forecast; what lasts longer than anything before may end at any moment."""
+    if seconds is None:
+        return ""
+    return f", in about {seconds:.0f} s" if seconds >= 1.0 else ", any moment now by the durations so far"
 
 
 @main.command()

@@ -18,6 +18,11 @@ import msgspec
 from gyre_base.config import ConfigError
 
 T = TypeVar("T")
+ABOVE_0 = {"median_h", "hard_factor", "limit_h", "slots_per_node", "slots"}
+AT_LEAST_1 = {
+    *("gpus_per_node", "steps", "groups_per_batch", "group_size", "tasks", "replica_nodes"),
+    *("steps_per_burst", "train_cells", "tail_load"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +161,8 @@ def load(name: str) -> Profile:
     folder = resources.files("cellctl") / "profiles"
     source = folder / f"{name}.toml" if name in shipped() else Path(name)
     try:
-        return from_tree({"name": Path(name).stem, **tomllib.loads(source.read_text())})
+        stem = name if name in shipped() else Path(name).stem
+        return from_tree({"name": stem, **tomllib.loads(source.read_text())})
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ConfigError(f"no profile {name!r}: neither a file nor one of {', '.join(shipped())}") from None
     except OSError as error:
@@ -174,7 +180,28 @@ def from_tree(tree: dict[str, Any]) -> Profile:
     fit = _build(Fit, _table(tree, "fit"), "fit")
     built = tuple(_build(Arm, {"name": name, **_table(arms, name)}, f"arms.{name}") for name in list(arms))
     made: Profile = _build(Profile, {**tree, "durations": durations, "laws": laws, "arms": built, "fit": fit}, "")
+    for part, where in (
+        (made, ""),
+        (durations, "durations."),
+        (laws, "laws."),
+        *((a, f"arms.{a.name}.") for a in built),
+    ):
+        _check(part, where)
     return made
+
+
+def _check(part: Any, where: str) -> None:
+    """Numbers that nothing could be simulated with. Raises ConfigError."""
+    for name in _names(type(part)) & (ABOVE_0 | AT_LEAST_1):
+        value, least = getattr(part, name), 1 if name in AT_LEAST_1 else 0
+        if value < least or value <= 0:
+            raise ConfigError(f"{where}{name} must be {f'at least {least}' if least else 'above 0'}, not {value:g}")
+    for name in _names(type(part)) - ABOVE_0 - AT_LEAST_1:
+        value = getattr(part, name)
+        if isinstance(value, int | float) and value < 0:
+            raise ConfigError(f"{where}{name} must not be below 0, but is {value:g}")
+    if isinstance(part, Arm) and (not part.nodes or min(part.nodes) < 1):
+        raise ConfigError(f"{where}nodes must name the nodes of each cell, at least 1 each, not {list(part.nodes)}")
 
 
 def _is_plain(value: Any) -> bool:

@@ -289,3 +289,40 @@ def test_the_picture_has_a_row_per_cell_and_is_whole():
     tree = ET.fromstring(picture.draw([World(small(arm), arm, 1, trace=True).run()]))
     words = [e.text for e in tree.iter() if e.tag.endswith("text")]
     assert sum(w.startswith("c") for w in words if w) == 4
+
+
+# ---- bad numbers --------------------------------------------------------------------------------------------------
+
+
+def numbers(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls) if f.type in ("int", "float")]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("", key) for key in numbers(Profile)]
+    + [("durations", key) for key in numbers(Durations)]
+    + [("laws", key) for key in numbers(Laws)]
+    + [("arms.e", key) for key in numbers(Arm)],
+)
+def test_a_negative_number_in_a_profile_is_refused_by_its_name(tmp_path, section, key):
+    """Every number that a profile has: none makes a traceback, or a simulation of nothing."""
+    file = tmp_path / "mine.toml"
+    arm = '[arms.e]\npolicy = "elastic"\nnodes = [1, 1]\n'
+    line = f"{key} = -2\n"
+    parts = {"": line + arm, "arms.e": arm + line}
+    file.write_text(parts.get(section, f"[{section}]\n{line}{arm}"))
+    with pytest.raises(ConfigError, match=rf"{section}\.?{key} must"):
+        load(str(file))
+
+
+@pytest.mark.parametrize("nodes", ["[]", "[2, 0]"])
+def test_an_arm_without_nodes_is_refused(tmp_path, nodes):
+    file = tmp_path / "mine.toml"
+    file.write_text(f'[arms.e]\npolicy = "elastic"\nnodes = {nodes}\n')
+    with pytest.raises(ConfigError, match="at least 1 each"):
+        load(str(file))
+
+
+def test_a_shipped_profile_keeps_its_whole_name():
+    assert [load(name).name for name in shipped()] == shipped()
