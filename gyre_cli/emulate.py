@@ -79,6 +79,7 @@ TEMPLATE = """\
 
 def prepare(profile: Profile, arm: Arm, seed: int, root: Path, seconds_per_hour: float) -> tuple[RunDir, Config]:
     """A run directory that lives one arm of a profile. Raises ConfigError, RunDirError."""
+    root = root.absolute()  # its files are named to harnesses, which run elsewhere
     run = RunDir.create_new(root)
     make_keys(run)
     model, tasks, hours = root / "model", root / "tasks.jsonl", root / "hours"
