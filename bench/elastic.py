@@ -1,6 +1,6 @@
 """Elastic, colocate and async lived through by the real daemons, beside what the simulator says of the same set-up.
 
-    python -m bench.elastic [--json] [--quick] [--profile bench/elastic.toml] [--seconds-per-hour 37] [--seed 1]
+    python -m bench.elastic [--json] [--quick] [--profile bench/elastic.toml] [--seconds-per-hour 38] [--seed 1]
 
 Every arm is a whole run (`gyre emulate`): scheduler, router, ledger, executors, harness processes, agents; only engines
 and trainers are emulated, in scaled time. All arms have the same tasks with the same durations, and so has the
@@ -146,7 +146,7 @@ def main() -> int:
     options.add_argument("--json", action="store_true")
     options.add_argument("--quick", action="store_true", help="one burst at 8 s per hour: shows that it runs, no more")
     options.add_argument("--profile", default=str(HERE / "elastic.toml"), help="needs arms elastic, colocate and async")
-    options.add_argument("--seconds-per-hour", type=float, default=37.0, help="larger: less overhead, longer run")
+    options.add_argument("--seconds-per-hour", type=float, default=38.0, help="larger: less overhead, longer run")
     options.add_argument("--seed", type=int, default=1)
     given = options.parse_args()
     profile = profiles.load(given.profile)
