@@ -28,7 +28,12 @@ def show(execution: str | None, run_dir: str | None, html: Path | None, as_json:
     run = RunDir.open(common.run_root(run_dir))
     if execution is None:
         rows = pages.all_of(run)
-        common.print_json(rows) if as_json else common.print_table(rows)
+        if as_json:
+            common.print_json(rows)
+            return
+        common.print_table([{key: value for key, value in row.items() if key != "error"} for row in rows])
+        for line in pages.failures(rows):
+            click.echo(line, err=True)
         return
     try:
         page = gather(run, execution)

@@ -13,6 +13,8 @@ from gyre_cli import common
 PARTS_SHOWN = 24
 INSTRUCTION_CHARS = 1_200
 GOOD = ("scored", "partial", "no_artifact")
+FAILED = ("infra_failed", "evaluator_failed")
+REASON_CHARS = 200
 
 
 def history_of(run: RunDir, page: Any) -> Any:
@@ -41,10 +43,21 @@ def all_of(run: RunDir) -> list[dict[str, Any]]:
     for name in sorted({*told, *names(run)}):
         story, done = told.get(name), outcome_of(run.path("executions", name), told.get(name)) or {}
         row = {"execution": name, "task": story.task_id if story else "", "outcome": done.get("outcome", "")}
-        rows.append({**row, **{key: done.get(key) for key in ("score", "calls", "wall_s", "waited_s")}})
+        rows.append({**row, **{key: done.get(key) for key in ("score", "calls", "wall_s", "waited_s", "error")}})
     if not rows:
         common.fail(f"nothing has run in {run.root} yet", common.NO)
     return rows
+
+
+def failures(rows: list[dict[str, Any]], most: int = 5) -> list[str]:
+    """The commonest reasons of failures that are nobody's score, each with an execution to look into."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["outcome"] in FAILED:
+            words = (row["error"] or "no word").strip().splitlines()
+            found.setdefault((row["outcome"], words[-1][:REASON_CHARS]), []).append(row["execution"])
+    common_first = sorted(found.items(), key=lambda item: -len(item[1]))
+    return [f"{len(names)} {outcome}, such as {names[0]}: {why}" for (outcome, why), names in common_first[:most]]
 
 
 def facts(page: Any) -> list[tuple[str, str]]:
