@@ -194,3 +194,51 @@ async def test_a_step_that_trajd_refuses_ends_the_core(make_rank):
     rank.team.sum.ids.append("s0")
     with pytest.raises(RankError, match="applied otherwise"):
         await rank.finish(complete(m.Contribution(cell="c0", life=1, ids=("s0",))))
+
+
+class Obedient(Script):
+    """Stands for another rank of the cell: does what it is told, or fails at `fails`."""
+
+    server = "rank-c1.1"
+
+    def __init__(self, fails: type | None = None) -> None:
+        super().__init__()
+        self.fails = fails
+
+    async def ask(self, message, timeout_s=0.0, again_every_s=0.0):
+        self.asked.append(message)
+        if isinstance(message, self.fails or ()):
+            return m.Refused(why="out of memory")
+        return m.OrderDone(number=message.number)
+
+
+async def test_the_other_ranks_add_only_what_trajd_took_and_drop_what_it_did_not(make_rank):
+    follower = Obedient()
+    rank = make_rank(trajd=Script(m.Done(), m.Refused(why="leased to another")), followers=(follower,))
+    await rank.train(lease("s0"), 0.0)
+    assert [type(order) for order in follower.asked] == [m.ComputeMicroStep, m.AddMicroStep]
+    await rank.train(lease("s1"), 0.0)
+    assert [type(order) for order in follower.asked[2:]] == [m.ComputeMicroStep, m.DropSum]
+    assert [order.number for order in follower.asked] == [1, 2, 3, 4]
+    assert follower.asked[0].payload == lease("s0").payload and rank.team.sum is None
+
+
+@pytest.mark.parametrize("order", [m.ComputeMicroStep, m.AddMicroStep])
+async def test_a_rank_that_cannot_do_an_order_ends_its_cell(make_rank, order):
+    rank = make_rank(trajd=Script(), followers=(Obedient(fails=order),))
+    with pytest.raises(RankError, match="out of memory"):
+        await rank.train(lease("s0"), 0.0)
+
+
+async def test_a_part_that_one_rank_could_not_get_is_lost_for_all(make_rank):
+    class Deaf(Obedient):
+        async def ask(self, message, **words):
+            done = await super().ask(message, **words)
+            return m.OrderDone(number=done.number, here=(False,)) if isinstance(message, m.GatherSums) else done
+
+    rank = make_rank(core=True, trajd=Script(), followers=(Deaf(),))
+    await rank.train(lease("s0"), 0.0)
+    await rank.finish(complete(m.Contribution(cell="c0", life=1, ids=("s0",))))
+    assert rank.trajd.asked[-1] == m.ContributionLost(batch=7, cell="c0", life=1)
+    assert rank.team.sum is None and str(rank.version) == "0.2"
+    assert type(rank.team.followers[0].asked[-1]) is m.DropSum
