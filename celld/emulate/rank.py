@@ -87,10 +87,10 @@ class EmulatedTeam:
         applied = tuple(kept["applied"])
         return Ledger(version=version, next_batch=kept["next_batch"], applied=applied, path=str(path))
 
-    async def save(self, ledger: Ledger) -> str:
+    async def save(self, ledger: Ledger) -> asyncio.Task[str]:
         kept = {"version": str(ledger.version), "next_batch": ledger.next_batch, "applied": ledger.applied}
         self._run.write_atomic(CHECKPOINT, json.dumps(kept))
-        return str(self._run.path(CHECKPOINT))
+        return asyncio.create_task(asyncio.sleep(0, str(self._run.path(CHECKPOINT))))
 
     async def publish(self, version: PolicyVersion) -> None:
         self.published.publish(Snapshot.of(str(version), {"emulated": np.zeros(1, dtype=np.float32)}))

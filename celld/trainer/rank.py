@@ -69,6 +69,14 @@ class Stepped:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Durable:
+    """A checkpoint that is on disk: every batch below `below` is in it."""
+
+    saved: m.CheckpointSaved
+    below: int
+
+
 class HeldSum(Protocol):
     """The gradient sum of one batch: which micro-steps are in it."""
 
@@ -117,8 +125,9 @@ class Team(Protocol):
     async def pull(self, have: str) -> str | None:
         """The core's weights: their version, None if `have` is it; the sum is void. Raises NoAnswer, WeightsError."""
 
-    async def save(self, ledger: Ledger) -> str:
-        """A durable checkpoint; its path."""
+    async def save(self, ledger: Ledger) -> asyncio.Task[str]:
+        """A checkpoint of what there is when this returns, after the one before is through; the task ends with its path
+        when it is durable, or with OSError."""
 
     def close(self) -> None:
         """Connections and thread."""
@@ -136,7 +145,9 @@ class Rank:
         self.version: PolicyVersion | None = None  # None: a satellite that has not pulled yet
         self.next_batch = 0
         self.applied: tuple[str, ...] = ()  # micro-steps since the last checkpoint
-        self.saved = ("", "")  # version and path of the checkpoint that holds the present weights
+        self.saved = ("", "")  # version and path of the newest durable checkpoint
+        self.saving: asyncio.Task[Durable | None] | None = None  # the newest one, written beside the steps
+        self.telling: asyncio.Task[None] | None = None  # that it is durable
         self.batch_began: float | None = None
         self.may_hold = False  # trajd may think that we hold a lease
         self.progress = 0  # micro-steps committed in this life
@@ -157,6 +168,8 @@ class Rank:
             self.version = PolicyVersion(max(kept.version.lineage + 1, self.life - 1), kept.version.step)
             self.next_batch, self.applied = kept.next_batch, kept.applied
             self.saved = (str(self.version), kept.path)
+            word = m.CheckpointSaved(version=str(self.version), path=kept.path)
+            self.saving = asyncio.create_task(asyncio.sleep(0, Durable(word, kept.next_batch)))
         log.info("core starts at %s, next batch %d", self.version, self.next_batch)
         await self.team.publish(self.version)
 
@@ -280,9 +293,9 @@ class Rank:
         await self.tell(self.trajd, word)
         await self.tell(self.cellctl, m.StepDone(batch=done.batch, version=version, metrics=metrics))
         if self.version.step % self.config.trainer.checkpoint_every_steps == 0:
-            saved = await self.save()
-            await self.cellctl.send(saved)
-            await self.tell(self.trajd, m.BatchesRetired(below=self.next_batch, version=saved.version))
+            if self.telling is not None:
+                await self.telling
+            self.telling = asyncio.create_task(self._tell_durable(await self._begin_save()))
         return 0.0
 
     async def gather(self, batch: int, parts: Sequence[m.Contribution]) -> bool:
@@ -295,18 +308,37 @@ class Rank:
                 await self.tell(self.trajd, m.ContributionLost(batch=batch, cell=part.cell, life=part.life))
         return all(here)
 
-    async def save(self) -> m.CheckpointSaved:
-        """A durable checkpoint of the present weights; a second call for the same ones writes nothing."""
-        seconds = 0.0
+    async def save(self) -> Durable | None:
+        """A durable checkpoint of the present weights; None if it can't be written. A second call for the same ones
+        writes nothing."""
+        return await asyncio.shield(await self._begin_save())
+
+    async def _begin_save(self) -> asyncio.Task[Durable | None]:
+        """The task that ends when the present weights are durable. What it needs is copied when this returns."""
         async with self.stepping:
-            if self.saved[0] != str(self.version):
-                assert self.version is not None
-                began = time.monotonic()
+            began = time.monotonic()
+            before = await asyncio.shield(self.saving) if self.saving is not None else None
+            assert self.version is not None
+            if self.saving is None or before is None or before.saved.version != str(self.version):
                 ledger = Ledger(version=self.version, next_batch=self.next_batch, applied=self.applied)
-                path = await self.team.save(ledger)
-                self.saved, self.applied = (str(self.version), path), ()
-                seconds = time.monotonic() - began
-        return m.CheckpointSaved(version=self.saved[0], path=self.saved[1], seconds=seconds)
+                self.saving = asyncio.create_task(self._written(ledger, await self.team.save(ledger), began))
+            return self.saving
+
+    async def _written(self, ledger: Ledger, writing: asyncio.Task[str], began: float) -> Durable | None:
+        try:
+            path = await writing
+        except OSError as error:  # nothing is retired by it, and the next one is tried
+            log.critical("%s", error)
+            return None
+        self.saved, self.applied = (str(ledger.version), path), self.applied[len(ledger.applied) :]
+        seconds = time.monotonic() - began
+        return Durable(m.CheckpointSaved(version=str(ledger.version), path=path, seconds=seconds), ledger.next_batch)
+
+    async def _tell_durable(self, saving: asyncio.Task[Durable | None]) -> None:
+        durable = await saving
+        if durable is not None:
+            await self.cellctl.send(durable.saved)
+            await self.tell(self.trajd, m.BatchesRetired(below=durable.below, version=durable.saved.version))
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 

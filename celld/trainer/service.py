@@ -134,11 +134,13 @@ class RankService(Service):
             team = rank.team
             return offered(question, team.sum, cell=rank.cell, rank=0, life=rank.life, bulk=team.bulk)
 
-    async def _save(self) -> m.CheckpointSaved:
-        saved = await self._rank.save()
-        retired = m.BatchesRetired(below=self._rank.next_batch, version=saved.version)
+    async def _save(self) -> m.CheckpointSaved | m.Refused:
+        durable = await self._rank.save()
+        if durable is None:
+            return m.Refused(why="the checkpoint can't be written; the ones before it stand (see the rank's log)")
+        retired = m.BatchesRetired(below=durable.below, version=durable.saved.version)
         self.spawn(self._tell_trajd(retired))
-        return saved
+        return durable.saved
 
     async def _tell_trajd(self, message: Any) -> None:
         await self._rank.tell(self._rank.trajd, message)

@@ -45,6 +45,7 @@ class RankTeam:
         self.config, self.tensors, self.followers = config, tensors, followers
         self.transport, self.bulk, self._checkpoints = transport, bulk, checkpoints
         self.published = Published(bulk)
+        self._writer = checkpoint.Writer(checkpoints, config.trainer.checkpoints_kept)
         self.computing = False
         self._number = 0
         self._one_at_a_time = asyncio.Lock()
@@ -105,6 +106,7 @@ class RankTeam:
             return None
         await self._take(WEIGHTS, kept.weights)
         await self._take(MOMENTS, kept.moments, kept.optimizer_steps)
+        checkpoint.set_rng_state(kept.rng)
         path = str(self._checkpoints / str(kept.version))
         return Ledger(version=kept.version, next_batch=kept.next_batch, applied=kept.applied, path=path)
 
@@ -117,7 +119,8 @@ class RankTeam:
             layout=lease.layout,
             payload=lease.payload,
         )
-        await self._order(order)
+        own, others = await self._order(order)
+        self.tensors.note({name: n for done in others for name, n in done.stats.items() if name not in own})
 
     async def add(self, micro_step: str, stats: dict[str, float]) -> None:
         self.tensors.note(stats)
@@ -147,8 +150,9 @@ class RankTeam:
         await self._take(WEIGHTS, snapshot.tensors())
         return snapshot.version
 
-    async def save(self, ledger: Ledger) -> str:
+    async def save(self, ledger: Ledger) -> asyncio.Task[str]:
         """Whole arrays under Hugging Face names, whatever the layout: another one can read them."""
+        await self._writer.idle()
         optimizer = self.tensors.optimizer
         assert optimizer is not None, "a satellite saves nothing"
         state = checkpoint.Checkpoint(
@@ -160,8 +164,7 @@ class RankTeam:
             weights=await self._give(WEIGHTS),
             moments=await self._give(MOMENTS),
         )
-        keep = self.config.trainer.checkpoints_kept
-        return str(await self.tensors.in_thread(lambda: checkpoint.save(self._checkpoints, state, keep)))
+        return await self._writer.start(state)
 
     async def _take(self, what: str, arrays: Mapping[str, Array], steps: int = 0) -> None:
         layout = tuple((name, tuple(int(n) for n in array.shape)) for name, array in arrays.items())
@@ -177,6 +180,7 @@ class RankTeam:
             await client.send(goodbye)
 
     def close(self) -> None:
+        self._writer.close()
         self.tensors.close()
         self.transport.close()
         for client in self.followers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from celld.trainer.exchange import GradientExchange
 from celld.trainer.gradients import BatchSum
 from celld.trainer.optimizer import AdamW
-from celld.trainer.rank import Rank, RankError
+from celld.trainer.rank import Ledger, Rank, RankError, Stepped
 from celld.trainer.service import RankService
 from celld.trainer.team import RankTeam
 from celld.trainer.tensors import Tensors
@@ -31,6 +32,9 @@ class Script:
 
     def __init__(self, *answers) -> None:
         self.answers, self.asked = list(answers), []
+
+    async def send(self, message):
+        self.asked.append(message)
 
     async def ask(self, message, timeout_s=0.0):
         self.asked.append(message)
@@ -194,6 +198,75 @@ async def test_a_step_that_trajd_refuses_ends_the_core(make_rank):
     rank.team.sum.ids.append("s0")
     with pytest.raises(RankError, match="applied otherwise"):
         await rank.finish(complete(m.Contribution(cell="c0", life=1, ids=("s0",))))
+
+
+class Writes:
+    """`team.save` in a test's hand: what was asked to be saved, and how each write ends."""
+
+    def __init__(self) -> None:
+        self.ledgers: list[Ledger] = []
+        self.ends: list[asyncio.Future[str]] = []
+
+    async def save(self, ledger: Ledger) -> asyncio.Task[str]:
+        self.ledgers.append(ledger)
+        self.ends.append(asyncio.get_running_loop().create_future())
+        return asyncio.ensure_future(self.ends[-1])
+
+
+@pytest.fixture
+async def stepping(make_rank):
+    """A core that steps at each call of `step`, saves after every second step, and writes as the test says."""
+    rank, writes = make_rank(core=True, trajd=Script()), Writes()
+    rank.version, rank.team.save = PolicyVersion(0, 0), writes.save
+    trainer = dataclasses.replace(rank.config.trainer, checkpoint_every_steps=2)
+    rank.config = dataclasses.replace(rank.config, trainer=trainer)
+
+    async def step() -> None:
+        batch = rank.next_batch
+        rank.team.gather = lambda *_: asyncio.sleep(0, [])
+        rank.team.step = lambda _: asyncio.sleep(0, Stepped(ids=(f"b{batch}",), weight_sum=1.0, metrics={}))
+        rank.team.publish = lambda _: asyncio.sleep(0)
+        await rank.finish(m.BatchComplete(batch=batch, base_version=str(rank.version), executions=1, contributions=()))
+
+    return rank, writes, step
+
+
+def retired(rank: Rank) -> list[tuple[int, str]]:
+    return [(word.below, word.version) for word in rank.trajd.asked if isinstance(word, m.BatchesRetired)]
+
+
+async def test_steps_go_on_beside_a_save_and_trajd_hears_of_it_when_it_is_durable(stepping):
+    rank, writes, step = stepping
+    for _ in range(3):
+        await step()
+    assert str(rank.version) == "0.3" and len(writes.ends) == 1 and retired(rank) == [] and rank.saved == ("", "")
+    writes.ends[0].set_result("checkpoints/0.2")
+    await rank.telling
+    assert retired(rank) == [(2, "0.2")] and rank.saved == ("0.2", "checkpoints/0.2")  # not 3: that batch is not in it
+    saving = asyncio.create_task(RankService(rank, server=None).answer(m.SaveCheckpoint(why="test")))
+    await asyncio.sleep(0.01)
+    again = asyncio.create_task(rank.save())
+    await asyncio.sleep(0.01)
+    writes.ends[1].set_result("checkpoints/0.3")
+    assert (await saving).version == "0.3" and (await again).saved.version == "0.3" and len(writes.ends) == 2
+    assert [ledger.applied for ledger in writes.ledgers] == [("b0", "b1"), ("b2",)]
+
+
+async def test_a_save_that_fails_retires_nothing_and_the_next_one_holds_its_micro_steps(stepping):
+    rank, writes, step = stepping
+    for _ in range(2):
+        await step()
+    writes.ends[0].set_exception(OSError("no space left on device"))
+    refused = asyncio.create_task(RankService(rank, server=None).answer(m.SaveCheckpoint(why="test")))
+    await asyncio.sleep(0.01)
+    writes.ends[1].set_exception(OSError("no space left on device"))
+    assert isinstance(await refused, m.Refused)
+    for _ in range(2):
+        await step()
+    writes.ends[2].set_result("checkpoints/0.4")
+    await rank.telling
+    assert retired(rank) == [(4, "0.4")]
+    assert writes.ledgers[2].applied == ("b0", "b1", "b2", "b3")
 
 
 class Obedient(Script):
