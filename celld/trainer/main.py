@@ -229,8 +229,8 @@ async def _finish(rank: Rank) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(rank.busy.acquire(), LEAVE_S)
     if rank.core and rank.version is not None and rank.version.step and rank.saved[0] != str(rank.version):
-        saved = await rank.save()
-        log.info("saved %s before leaving", saved.version)
+        if durable := await rank.save():
+            log.info("saved %s before leaving", durable.saved.version)
 
 
 def main() -> None:
