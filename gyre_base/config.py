@@ -40,6 +40,7 @@ class ClusterConfig:
     executor_idle_s: float = 120.0  # an executor beyond `executors` that held nothing for so long goes
     transport: str = "auto"  # of weights and gradients: bus, socket, mooncake; auto = mooncake on RDMA, else socket
     transfer_protocol: str = "tcp"  # of transport = "mooncake": tcp or rdma
+    cell_memory_gib: float = 0.0  # a cell may have so much where its tensors lie; 0 = what is free and what it holds
     dead_man_s: float = 60.0  # a node that hears nothing of the supervisor stops its work; lower than a lost node costs
     min_cells: int = 1  # with fewer cells left than this the job is requeued rather than going on
     save_window_s: float = 0.0  # before the job's end the run saves and leaves; 0 = from the measured time of a save
@@ -146,6 +147,7 @@ class TrainerConfig:
     sequence_clip_high: float = 1.005
     reading: str = "behaviour"  # s against recorded logprobs; proximal: against the version before the batch
     micro_step_tokens: int = 4096  # more runs faster, less spreads better over cells
+    activation_gib: float = 0.0  # what one backward pass keeps, where you know better; 0 = a bound from the model
     checkpoint_every_steps: int = 10
     checkpoints_kept: int = 2
     piece_tokens: int = 16_384  # a longer micro-step is computed in such pieces: little memory, a third more time
@@ -248,6 +250,8 @@ AT_LEAST: dict[str, float] = {
     "tasks.progress_every_s": 0,
     "cluster.heartbeat_s": 0.05,
     "cluster.dead_man_s": 5,
+    "cluster.cell_memory_gib": 0,
+    "trainer.activation_gib": 0,
     "cluster.min_cells": 1,
     "cluster.save_window_s": 0,
     "scheduler.slots_per_cell": 1,

@@ -350,6 +350,15 @@ class CellFault:
     detail: str
 
 
+@message("cell.refused")
+class SwitchRefused:
+    """celld -> cellctl: the order to train was not begun, because of `why`; the cell serves as before. Again."""
+
+    cell: str
+    epoch: int
+    why: str
+
+
 @message("save")
 class SaveCheckpoint:
     """cellctl -> celld of the core -> its rank. Again; answered by `saved`."""
