@@ -131,6 +131,7 @@ class Scheduler:
             m.CellDrained: partial(turning.drained, self),
             m.RoleChanged: partial(turning.role_changed, self),
             m.CellFault: partial(turning.cell_fault, self),
+            m.SwitchRefused: partial(turning.switch_refused, self),
             m.EngineLost: partial(turning.engine_lost, self),
             m.GroupPacked: partial(executions.packed, self),
             m.StepDone: self._step_done,
@@ -302,7 +303,7 @@ class Scheduler:
         """The cells that are up, with their sums; the same object until a cell changes."""
         if self._pool[0] != self.changes:
             up = (c for c in self.cells.values() if c.role not in (Role.DOWN, Role.STARTING))
-            views = (policies.CellView(name=c.name, role=c.role, slots=c.slots, standalone=c.standalone) for c in up)
+            views = (policies.CellView(name=c.name, role=c.role, slots=c.slots, standalone=c.only_serves) for c in up)
             self._pool = (self.changes, policies.Pool.of(views))
         return self._pool[1]
 

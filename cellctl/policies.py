@@ -192,11 +192,12 @@ class Elastic(_Bursts):
             return _back(returning, f"burst ended at step {view.step}: serve the next groups")
         capacity = view.pool.capacity
         decisions: list[Decision] = []
-        left = len(view.pool.serving)
         for cell in view.pool.serving:
-            left -= 1
+            if cell.standalone:
+                continue
+            left = len(view.pool.serving) - len(decisions) - 1
             rest = int((capacity - cell.slots) * (view.rules.tail_load if left == 1 else 1.0))
-            if cell.standalone or rest < view.water_level:
+            if rest < view.water_level:
                 break
             capacity -= cell.slots
             why = f"water level {view.water_level} <= {rest} slots of the cells that go on serving"

@@ -10,7 +10,7 @@ from gyre_base.vocabulary import Role
 MAY_BECOME: dict[Role, frozenset[Role]] = {
     Role.STARTING: frozenset({Role.ROLLOUT, Role.DOWN}),
     Role.ROLLOUT: frozenset({Role.TO_TRAIN, Role.TO_ROLLOUT, Role.DOWN, Role.STARTING}),
-    Role.TO_TRAIN: frozenset({Role.TRAIN, Role.DOWN, Role.STARTING}),
+    Role.TO_TRAIN: frozenset({Role.TRAIN, Role.ROLLOUT, Role.DOWN, Role.STARTING}),  # rollout: its agent refused
     Role.TRAIN: frozenset({Role.TO_ROLLOUT, Role.DOWN, Role.STARTING}),
     Role.TO_ROLLOUT: frozenset({Role.ROLLOUT, Role.DOWN, Role.STARTING}),
     Role.DOWN: frozenset({Role.STARTING}),
@@ -30,6 +30,7 @@ class Cell:
     order: int
     slots: int
     standalone: bool = False
+    refused: str = ""  # why its agent can't train; it serves until another agent comes
     role: Role = Role.STARTING
     epoch: int = 0
     version: str = ""
@@ -41,6 +42,10 @@ class Cell:
     switches: int = 0
     phases_s: dict[str, float] = field(default_factory=dict)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
+
+    @property
+    def only_serves(self) -> bool:
+        return self.standalone or bool(self.refused)
 
     @property
     def serves(self) -> bool:

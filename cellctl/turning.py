@@ -98,6 +98,7 @@ def role_changed(s: Scheduler, event: m.RoleChanged, now: float) -> None:
             {"cell": cell.name, "to": event.role.value, "seconds": now - cell.since, "phases_s": event.phases_s}
         )
     arrived_late = cell.role is Role.STARTING
+    cell.refused = "" if arrived_late else cell.refused
     cell.epoch, cell.phases_s = max(cell.epoch, event.epoch), event.phases_s
     if event.role is Role.ROLLOUT:
         cell.version, cell.url = event.version, event.engine_url
@@ -134,6 +135,17 @@ def cell_fault(s: Scheduler, event: m.CellFault, now: float) -> None:
     if cell is not None and cell.name not in s.job.out():
         cell_down(s, cell, now, f"{event.what}: {event.detail}")
         become(s, cell, Role.STARTING, now, f"its agent restarts the {event.what}")
+
+
+def switch_refused(s: Scheduler, event: m.SwitchRefused, now: float) -> None:
+    """It would not fit. The cell serves on and is not asked again, until another agent of it may know better."""
+    cell = s.cells.get(event.cell)
+    if cell is None or event.epoch != cell.epoch or cell.role is not Role.TO_TRAIN:
+        return
+    cell.refused = event.why
+    s.promises.answered(f"flip:{cell.name}")
+    become(s, cell, Role.ROLLOUT, now, f"its agent refuses to train: {event.why}")
+    publish_engines(s)
 
 
 def engine_lost(s: Scheduler, event: m.EngineLost, now: float) -> None:

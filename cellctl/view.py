@@ -101,6 +101,8 @@ def why_it_stays(s: Scheduler, cell: Cell) -> str:
         return ""
     if cell.standalone:
         return "is standalone: only ever serves"
+    if cell.refused:
+        return f"can't train: {cell.refused}"
     if s.policy.name == "async":
         return "serves for ever"
     first, _ = _next_to_train(s)

@@ -59,6 +59,14 @@ class SwitchFailed:
     detail: str
 
 
+@m.message("agent.switch-refused")
+class SwitchRefused:
+    """shell -> core: the work of `Switch` was not begun, because it can't end well; the engine serves as before."""
+
+    epoch: int
+    why: str
+
+
 @m.message("agent.saved")
 class Saved:
     """shell -> core: the rank wrote a checkpoint, in so many seconds (0: it was there)."""
@@ -121,6 +129,7 @@ class Agent:
     up: set[str] = field(default_factory=set)
     phases_s: dict[str, float] = field(default_factory=dict)
     faults: int = 0
+    refused: str = ""  # why the last order to train was
 
     def handle(self, event: Any, now: float) -> list[Any]:
         match event:
@@ -136,16 +145,20 @@ class Agent:
                 return self._ordered(Role.ROLLOUT, epoch, version, update_only=True)
             case Switched() if event.epoch == self.epoch:
                 self.role, self.version, self.phases_s = event.to, event.version, event.phases_s
+                self.refused = ""
                 return [self._report()]
             case SwitchFailed() if event.epoch == self.epoch:
                 return self._fault(event.child, event.detail)
+            case SwitchRefused() if event.epoch == self.epoch:
+                self.role, self.refused = Role.ROLLOUT, event.why
+                return [Send(CELLCTL, m.SwitchRefused(cell=self.cell, epoch=self.epoch, why=event.why)), self._report()]
             case m.SaveCheckpoint(why=why):
                 return [Save(why=why)]
             case Saved(version=version, path=path, seconds=seconds):
                 return [Send(CELLCTL, m.CheckpointSaved(version=version, path=path, seconds=seconds))]
             case Welcomed():
                 return [self._report()] if self.role in (Role.ROLLOUT, Role.TRAIN) else []
-            case Switched() | SwitchFailed() | m.Welcome() | Tick():
+            case Switched() | SwitchFailed() | SwitchRefused() | m.Welcome() | Tick():
                 return []  # of an older epoch, or nothing to do
         raise RuntimeError(f"celld {self.cell}: unexpected {event!r} in role {self.role.value}")
 

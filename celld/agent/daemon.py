@@ -15,6 +15,7 @@ from typing import Any
 from celld.agent import core as c
 from celld.agent.children import Child, Ranks, engine_command, sglang_settings
 from celld.agent.deadman import DeadMan, Verdict, read_beat, requeue
+from celld.agent.memory import Account, Books
 from celld.agent.switching import Switcher
 from celld.agent.vitals import Vitals
 from celld.engine_client import EngineClient, EngineError
@@ -62,6 +63,8 @@ class AgentShell(Shell):
         self._engine_process = Child("engine", run.path("log", f"engine-{cell}.log"), self._child_died)
         self._ranks = Ranks(run.path("log"), cell, self._child_died)
         self._children: dict[str, Child | Ranks] = {"engine": self._engine_process, "rank": self._ranks}
+        self._books = Books(config, cell)
+        self._memory: Account | None = None  # as of the last switch
         self._launching: set[str] = set()
         self._engine: EngineClient | None = None
         self._vitals = Vitals(config.cluster.stall_s)
@@ -189,6 +192,11 @@ class AgentShell(Shell):
         assert self._engine is not None, "a switch before the engine was up"
         try:
             if order.to is Role.TRAIN:
+                account = await asyncio.to_thread(self._account, Role.TRAIN)
+                if account is not None and not account.fits:
+                    log.critical("switch to train (epoch %d) refused: %s", order.epoch, account.why())
+                    self.post(c.SwitchRefused(epoch=order.epoch, why=account.why()))
+                    return
                 version, phases = await self._switcher.to_train(self._engine, order.epoch)
             else:
                 version, phases = await self._switcher.to_rollout(
@@ -200,7 +208,11 @@ class AgentShell(Shell):
             await self._children[child].end()
             self.post(c.SwitchFailed(epoch=order.epoch, child=child, detail=str(error)))
             return
+        self._memory = await asyncio.to_thread(self._account, order.to)
         self.post(c.Switched(to=order.to, epoch=order.epoch, version=version, phases_s=phases))
+
+    def _account(self, role: Role) -> Account | None:
+        return self._books.account(role, {name: child.stacks for name, child in self._children.items()})
 
     async def _save(self, why: str) -> None:
         with contextlib.suppress(NoAnswer):
@@ -334,6 +346,8 @@ class AgentShell(Shell):
             "transport": self._transport.name,
             "faults": agent.faults,
             "phases_s": agent.phases_s,
+            "refused": agent.refused,
+            "memory": self._memory.row() if self._memory is not None else None,
             "url": agent.url,
         }
 

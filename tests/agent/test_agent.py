@@ -43,6 +43,18 @@ def test_a_repeated_order_is_answered_and_not_done_twice():
     assert reports(agent.handle(order, 0.0)) == [report]
 
 
+def test_a_refused_order_leaves_the_cell_serving_and_is_told_with_its_reason():
+    agent = agent_up()
+    order = m.FlipCell(cell="c1", to=Role.TRAIN, epoch=1)
+    agent.handle(order, 0.0)
+    refused, report = agent.handle(c.SwitchRefused(epoch=1, why="needs 9 GiB"), 0.0)
+    assert refused.message == m.SwitchRefused(cell="c1", epoch=1, why="needs 9 GiB")
+    assert (report.message.role, report.message.epoch) == (Role.ROLLOUT, 1)
+    assert reports(agent.handle(order, 0.0)) == [report.message]  # the order again, its answer again
+    assert agent.handle(c.SwitchRefused(epoch=0, why="late"), 0.0) == []
+    assert agent.handle(m.FlipCell(cell="c1", to=Role.TRAIN, epoch=2), 0.0)  # a new order is tried
+
+
 def test_an_older_epoch_is_ignored():
     agent = agent_up()
     agent.handle(m.FlipCell(cell="c1", to=Role.TRAIN, epoch=5), 0.0)

@@ -136,3 +136,39 @@ def test_an_order_on_its_way_is_not_lost_but_one_that_an_executor_does_not_know_
     world.core.handle(hello, world.now + age_s)
     assert (held[0] not in world.core.ledger.in_flight) == is_lost
     assert world.core.ledger.retries == is_lost
+
+
+@given(seed=st.integers(0, 10**6), cells=st.integers(2, 4))
+@settings(max_examples=20, deadline=None)
+def test_a_satellite_that_can_not_hold_training_is_asked_once_and_serves_until_the_end(seed, cells):
+    world, asked = World(seed, policy="elastic", cells=cells, steps_per_burst=2, slots_per_cell=12, heldout=0), []
+    flip, world.check = world.flip, lambda before: None  # an engine that never turns is updated beside a turn
+
+    def flip_but(cell: str, to: Role, epoch: int, version: str) -> None:
+        if (cell, to) != ("c1", Role.TRAIN):
+            return flip(cell, to, epoch, version)
+        asked.append(epoch)
+        world.epochs[cell] = epoch
+        world.put(0.1, lambda: world.feed(m.SwitchRefused(cell="c1", epoch=epoch, why="needs 9 GiB")))
+
+    world.flip = flip_but
+    ended(world.run())
+    assert len(set(asked)) <= 1
+    if asked:
+        assert world.core.cells["c1"].role is Role.ROLLOUT
+        assert "needs 9 GiB" in world.core.cells["c1"].refused
+        assert any("refuses to train" in line for line in world.core.cells["c1"].story)
+
+
+def test_another_agent_of_a_cell_that_refused_is_asked_again():
+    world = World(3, policy="elastic", cells=2, steps_per_burst=2, slots_per_cell=12, heldout=0)
+    refusals = []
+
+    def refuse() -> None:
+        world.core.cells["c1"].refused = "needs 9 GiB"
+        refusals.append(1)
+        world.kill_cell("c1")
+
+    when(world, lambda: "c1" in world.core.cells and world.core.cells["c1"].role is Role.ROLLOUT, refuse)
+    ended(world.run())
+    assert refusals and not world.core.cells["c1"].refused
