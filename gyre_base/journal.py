@@ -32,24 +32,37 @@ class Entry:
 
 
 class Journal:
-    """Appends entries; `sync` decides when they must be on disk before the commands go out."""
+    """Appends entries; `sync` decides when they must be on disk before the commands go out.
+
+    `held` entries go out with the next one that is not, or by `flush`: a crash loses them, so only what a restart does
+    not need may be held, and no longer than a turn of the loop.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         mend_tail(path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the daemon
+        self._held: list[bytes] = []
 
-    def write(self, at: float, event: Any, commands: list[Any], *, durable: bool = False) -> None:
-        line = orjson.dumps({"at": at, "event": wire.to_json(event), "commands": [command_json(c) for c in commands]})
-        self._file.write(line + b"\n")
+    def write(self, at: float, event: Any, commands: list[Any], *, durable: bool = False, held: bool = False) -> None:
+        said = b",".join(map(_command_text, commands))
+        self._held.append(b'{"at":%b,"event":%b,"commands":[%b]}\n' % (orjson.dumps(at), wire.to_text(event), said))
+        if not held:
+            self.flush()
         if durable:
             self.sync()
+
+    def flush(self) -> None:
+        if self._held:
+            self._file.write(b"".join(self._held))
+            self._held.clear()
 
     def sync(self) -> None:
         """Everything written so far is on disk when this returns. May run in a thread beside `write`."""
         os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
+        self.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -59,6 +72,10 @@ def command_json(command: Any) -> dict[str, Any]:
     if hasattr(command, "TAG"):
         return wire.to_json(command)
     return {"peer": getattr(command, "to", "asker"), **wire.to_json(command.message)}
+
+
+def _command_text(command: Any) -> bytes:
+    return wire.to_text(command) if hasattr(command, "TAG") else orjson.dumps(command_json(command))
 
 
 def mend_tail(path: Path) -> int:

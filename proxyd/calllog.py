@@ -35,7 +35,8 @@ class CallLog:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._end = os.fstat(self._descriptor).st_size
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._appended: list[_Item] = []  # in this turn of the loop
+        self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self.trouble = ""  # why nothing can be written just now
         self._write(encode(header))
         self._thread = threading.Thread(target=self._work, name="call-log", daemon=True)
@@ -44,14 +45,23 @@ class CallLog:
     def append(self, line: Callable[[], bytes]) -> asyncio.Future[None]:
         """Resolved when the line is on disk. `line` is called in the writer's thread, in order of `append`."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._queue.put((line, future))
+        if not self._appended:
+            self._loop.call_soon(self._hand_over)
+        self._appended.append((line, future))
         return future
+
+    def _hand_over(self) -> None:
+        """All lines of one turn at once: waking the thread costs more than a line."""
+        if self._appended:
+            self._queue.put(self._appended)
+            self._appended = []
 
     def note(self, note: Note) -> asyncio.Future[None]:
         return self.append(lambda: encode(note))
 
     def close(self) -> None:
         """Write what is queued and end. Waits at most ten seconds for a disk in trouble."""
+        self._hand_over()
         self._queue.put(None)
         self._thread.join(timeout=10.0)
         os.close(self._descriptor)
@@ -69,13 +79,13 @@ class CallLog:
     def _collect(self) -> tuple[list[_Item], bool]:
         """Everything that is queued, at least one item; True if this is the end."""
         batch: list[_Item] = []
-        item = self._queue.get()
-        while item is not None:
-            batch.append(item)
+        items = self._queue.get()
+        while items is not None:
+            batch += items
             if len(batch) >= BATCH:
                 return batch, False
             try:
-                item = self._queue.get_nowait()
+                items = self._queue.get_nowait()
             except queue.Empty:
                 return batch, False
         return batch, True

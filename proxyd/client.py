@@ -17,6 +17,7 @@ import httptools
 CONNECT_S = 5.0
 IDLE_S = 4.0  # uvicorn closes after five
 IDLE_KEPT = 1024
+HEADS_KEPT = 4096
 ONE_WRITE_BYTES = 64 << 10  # copying less costs less than a second system call
 
 
@@ -35,19 +36,23 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.idle_since = 0.0
         self.heard = 0.0
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append  # no Python between the parser and the list
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[int] | None = None
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
+        self._look_at = 0.0
 
     def ask(self, head: bytes, body: list[bytes], sink: Callable[[int, bytes], None]) -> asyncio.Future[int]:
         """Resolved with the status when the answer is complete. `sink` gets the status and each piece of the body."""
         assert self.transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self._sink, self._begun, self.keeps = sink, False, False
+        self._sink, self._begun, self.keeps, self._complete = sink, False, False, False
         self._done = self._loop.create_future()
         self.heard = self._loop.time()
         self._body = body
+        self._pieces.clear()
         if sum(map(len, body)) < ONE_WRITE_BYTES:
             self.transport.write(b"".join((head, *body)))
             return self._done
@@ -55,15 +60,11 @@ class _Connection(asyncio.Protocol):
             self.transport.write(part)
         return self._done
 
-    def on_body(self, body: bytes) -> None:
-        self._sink(self._parser.get_status_code(), body)
-
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
             return
         self.keeps = self._parser.should_keep_alive()
-        if self._done is not None and not self._done.done():
-            self._done.set_result(self._parser.get_status_code())
+        self._complete = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -76,14 +77,30 @@ class _Connection(asyncio.Protocol):
             self._begun = True
             self._body.clear()
         self.heard = self._loop.time()
+        wrong: Exception | None = None
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
-            self._fail(error.__context__ or error)
         except httptools.HttpParserError as error:
-            self._fail(Disconnected(f"not HTTP: {error}", begun=True))
+            wrong = Disconnected(f"not HTTP: {error}", begun=True)
+        try:
+            self._hand_on()
+        except Exception as error:  # the asker is told what its sink says
+            wrong = error
+        if wrong is not None:
+            self._fail(wrong)
+        elif self._complete:
+            self._done.set_result(self._parser.get_status_code())
+
+    def _hand_on(self) -> None:
+        """What one read brought, in one piece however it was cut."""
+        if self._pieces:
+            body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces.clear()
+            self._sink(self._parser.get_status_code(), body)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._fail(Disconnected(f"the connection ended ({error or 'end'})", begun=self._begun))
 
     def _fail(self, error: BaseException) -> None:
@@ -92,15 +109,30 @@ class _Connection(asyncio.Protocol):
         self.close()
 
     def watch(self, silence_s: float) -> None:
-        """Fail once nothing has been heard for so long; looked at twice in that time."""
-        if self._loop.time() - self.heard > silence_s:
-            self._fail(TimeoutError(f"silent for {silence_s:.0f} s"))
-        else:
-            self._timer = self._loop.call_later(silence_s / 2, self.watch, silence_s)
+        """Fail a request once nothing has been heard for so long; looked at twice in that time.
 
-    def unwatch(self) -> None:
+        One timer per connection, which outlives its requests: most end long before anybody has to look.
+        """
+        self._silence_s = silence_s
+        look_at = self.heard + silence_s / 2
+        if self._timer is None or look_at < self._look_at:
+            self._look_later(look_at)
+
+    def _look_later(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._look_at = at
+        self._timer = self._loop.call_at(at, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._done is None or self._done.done():
+            return  # idle: the next request has it looked at again
+        now = self._loop.time()
+        if now - self.heard > self._silence_s:
+            self._fail(TimeoutError(f"silent for {self._silence_s:.0f} s"))
+        else:
+            self._look_later(now + self._silence_s / 2)
 
     @property
     def open(self) -> bool:
@@ -118,6 +150,7 @@ class HttpClient:
     def __init__(self, headers: dict[str, str]) -> None:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._idle: dict[str, list[_Connection]] = {}
+        self._begun: dict[tuple[str, str, str], str] = {}
         self._closed = False
 
     async def ask(
@@ -127,17 +160,28 @@ class HttpClient:
 
         Raises OSError, TimeoutError, ValueError, and what `sink` raises.
         """
-        parts, length = urlsplit(base), sum(map(len, body))
-        lines = f"{method} {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{self._headers}Content-Length: {length}\r\n\r\n"
-        head = lines.encode("latin-1")
+        length = sum(map(len, body))
+        head = f"{self._begin(method, base, path)}{length}\r\n\r\n".encode("latin-1")
         while True:
             kept = self._kept(base)
-            connection = kept or await self._connect(parts.scheme, parts.hostname, parts.port)
+            connection = kept or await self._connect(base)
             try:
                 return await self._exchange(base, connection, connection.ask(head, body, sink), silence_s)
             except Disconnected as error:
                 if kept is None or error.begun:
                     raise
+
+    def _begin(self, method: str, base: str, path: str) -> str:
+        """A request's head but for its length: few different ones come again and again."""
+        key = (method, base, path)
+        found = self._begun.get(key)
+        if found is None:
+            host = urlsplit(base).netloc
+            found = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{self._headers}Content-Length: "
+            if len(self._begun) > HEADS_KEPT:
+                self._begun.clear()
+            self._begun[key] = found
+        return found
 
     def _kept(self, base: str) -> _Connection | None:
         idle, now = self._idle.get(base, []), asyncio.get_running_loop().time()
@@ -148,11 +192,12 @@ class HttpClient:
             connection.close()
         return None
 
-    async def _connect(self, scheme: str, host: str | None, port: int | None) -> _Connection:
-        if scheme != "http" or not host or not port:
+    async def _connect(self, base: str) -> _Connection:
+        parts = urlsplit(base)
+        if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise ValueError("an engine's address must be http://host:port")
         async with asyncio.timeout(CONNECT_S):
-            _, made = await asyncio.get_running_loop().create_connection(_Connection, host, port)
+            _, made = await asyncio.get_running_loop().create_connection(_Connection, parts.hostname, parts.port)
         return made
 
     async def _exchange(
@@ -168,8 +213,6 @@ class HttpClient:
         except asyncio.CancelledError:
             connection.close()
             raise
-        finally:
-            connection.unwatch()
         self._give_back(base, connection)
         return status
 

@@ -5,11 +5,14 @@ Pure values. Owns the digests by which two conversations are compared; decides n
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 import xxhash
+
+_LENGTH = struct.Struct("<Q").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,15 @@ class Request:
     unknown: tuple[str, ...] = ()
 
 
+_NO_HISTORY = Conversation(())
+
+
+def without_history(request: Request) -> Request:
+    """What an answer's wording needs of a request. (Several times faster than `dataclasses.replace`.)"""
+    r = request
+    return Request(_NO_HISTORY, r.max_tokens, r.stream, r.include_usage, r.model, r.shows_reasoning, r.unknown)
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A finished answer, before a dialect words it. `finish`: stop, length or tool_calls."""
@@ -109,11 +121,10 @@ def mark_of(call: str) -> str:
 
 def digest(*parts: bytes) -> bytes:
     """16 bytes over the parts and their borders. Stable between processes: it is written to the call log."""
-    state = xxhash.xxh3_128()
+    framed: list[bytes] = []
     for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+        framed += (_LENGTH(len(part)), part)
+    return xxhash.xxh3_128_digest(b"".join(framed))
 
 
 def text_bytes(text: str) -> bytes:

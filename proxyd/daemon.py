@@ -36,7 +36,7 @@ from proxyd import calllog, records, views
 from proxyd.chat import ChatModel
 from proxyd.core import Router
 from proxyd.engine import EngineClient
-from proxyd.events import Abort, Cut, EngineLoad, Finish, Refuse, Restarted, Submit
+from proxyd.events import Abort, CallArrived, Cut, EngineLoad, Finish, Refuse, Restarted, SubmissionEnded, Submit
 from proxyd.families import UnknownFamily
 from proxyd.http import Front, wording
 from proxyd.metrics import LoopLag, exposition
@@ -57,6 +57,7 @@ class ProxydShell(Shell):
         super().__init__(core, journal)
         self._client, self._run_dir = client, run
         self._unknown_there = False  # cellctl has forgotten us
+        self._flushing = False
         self._asker: tuple[Server, Received] | None = None
         self.service: Service
         self.lag = LoopLag()
@@ -68,7 +69,7 @@ class ProxydShell(Shell):
         try:
             commands = self.core.handle(event, now)
             if self.journal is not None:
-                self.journal.write(now, event, commands)
+                self._write(now, event, commands)
             for command in commands:
                 self._do(command, now)
         except BaseException as error:
@@ -76,6 +77,20 @@ class ProxydShell(Shell):
             raise
         if isinstance(event, m.CloseExecution):
             self.service.closed(event.execution)
+
+    def _write(self, now: float, event: Any, commands: list[Any]) -> None:
+        """Calls are for the bug report alone: those of one turn of the loop are one write. A restart needs the rest."""
+        assert self.journal is not None
+        held = isinstance(event, CallArrived | SubmissionEnded)
+        self.journal.write(now, event, commands, held=held)
+        if held and not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self.journal is not None:
+            self.journal.flush()
 
     def fail(self, error: BaseException) -> None:
         log.critical("proxyd stops: %r", error, exc_info=error)

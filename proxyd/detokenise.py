@@ -22,8 +22,14 @@ def detokeniser(tokenizer: Tokenizer) -> tuple[Callable[[Sequence[int]], str], b
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), False
     table = _byte_table(tokenizer, {int(t["id"]) for t in described.get("added_tokens", [])})
 
+    bytes_of = table.__getitem__
+
     def decode(ids: Sequence[int]) -> str:
-        return b"".join([table.get(i, b"") for i in ids]).decode("utf-8", "replace")
+        try:
+            said = b"".join(map(bytes_of, ids))
+        except KeyError:  # the embedding has rows that the vocabulary does not name
+            said = b"".join([table.get(i, b"") for i in ids])
+        return said.decode("utf-8", "replace")
 
     return decode, True
 

@@ -42,7 +42,7 @@ class _Busy(Exception):
 class _Events:
     """The body of /generate: chunks of a stream into `sampled`, or the words of a refusal."""
 
-    def __init__(self, sampled: Sampled, heard: Callable[[], None]) -> None:
+    def __init__(self, sampled: Sampled, heard: Callable[[int], None]) -> None:
         self._sampled, self._rest, self._heard = sampled, b"", heard
         self.said = b""
 
@@ -51,16 +51,19 @@ class _Events:
         if status != 200:
             self.said = (self.said + piece)[:500]
             return
-        *events, self._rest = (self._rest + piece).split(b"\n\n")
+        *events, self._rest = (self._rest + piece if self._rest else piece).split(b"\n\n")
+        count = 0
         for event in events:
-            data = event.strip().removeprefix(b"data:").strip()
-            if not data or data == b"[DONE]":
+            data = event.strip().removeprefix(b"data:")
+            if not data or data.endswith(b"[DONE]"):
                 continue
             chunk = orjson.loads(data)
             if "error" in chunk:
                 raise _Refused(str(chunk["error"])[:300])
             self._sampled.take(chunk)
-            self._heard()
+            count += 1
+        if count:
+            self._heard(count)
         if len(self._rest) > MAX_CHUNK:
             raise ValueError("a chunk without end")
 
@@ -100,14 +103,14 @@ class EngineClient:
         )
 
     async def stream(self, url: str, body: list[bytes], sampled: Sampled, heard: Callable[[], None]) -> Ended:
-        """Fill `sampled` until the engine ends or fails; `heard` is called for every chunk. Never raises but on
-        cancellation.
+        """Fill `sampled` until the engine ends or fails; `heard` is called for chunks as they come. Never raises but
+        on cancellation.
 
         `body` is emptied once the engine has begun to answer: long prompts are megabytes, and answers take minutes.
         """
 
-        def count() -> None:
-            self.chunks += 1
+        def count(chunks: int) -> None:
+            self.chunks += chunks
             heard()
 
         events = _Events(sampled, count)

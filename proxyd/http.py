@@ -12,7 +12,6 @@ import hmac
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from urllib.parse import unquote
 
 import orjson
@@ -20,8 +19,8 @@ import orjson
 from gyre_base.ids import is_safe_name
 from gyre_base.keys import Keys
 from proxyd.capture import Node
-from proxyd.conversation import Conversation
 from proxyd.conversation import Request as Wanted
+from proxyd.conversation import without_history
 from proxyd.dialects import BadRequest, Dialect, Failure, Written
 from proxyd.dialects.anthropic import AnthropicMessages
 from proxyd.dialects.openai_chat import SSE, OpenAIChat, models
@@ -43,7 +42,6 @@ DIALECTS: dict[str, Dialect] = {
     "v1/messages": AnthropicMessages(),
     "v1/responses": OpenAIResponses(),
 }
-_TOLD = Conversation(())
 COUNT = "v1/messages/count_tokens"
 KINDS = {400: "bad_request", 404: "not_found", 413: "too_large", 500: "internal"}
 Route = Callable[[Request, str, str], Awaitable[Response]]
@@ -111,15 +109,15 @@ class Front:
             lines = _so_far(http)
             asked = self._service.read(execution, dialect, http.body)
             number, derived = self._call_id(http, execution)
-            seal = Seal(self._keys.admin, execution, number)
-            so_far, created = seal.read(lines)
+            seal = Seal(self._keys.admin, execution, number) if self._live or lines else None
+            so_far, created = seal.read(lines) if seal is not None else ([], 0)
         except BadRequest as error:
             return _plain(dialect.fail(Failure("bad_request", why=str(error))))
         begun = self._service.begin(execution, number, asked, hints_of(http.headers, asked.request.model), so_far)
-        request = replace(asked.request, conversation=_TOLD)  # minutes may pass: nothing of the history is kept
+        request = without_history(asked.request)  # minutes may pass
         http.body = b""
         del asked
-        if (self._live or so_far) and request.stream and not isinstance(begun, Failure):
+        if seal is not None and request.stream and not isinstance(begun, Failure):
             telling = self._telling(begun, dialect, request, seal, created)
             for chunk in so_far:
                 telling.take(chunk)
@@ -253,7 +251,9 @@ class _BrokenOff(Exception):
 
 def _so_far(http: Request) -> bytes:
     """Takes from the body what the relay put behind it. Raises BadRequest."""
-    size = http.headers.get(SO_FAR_KEY, "0")
+    size = http.headers.get(SO_FAR_KEY)
+    if size is None:
+        return b""
     if not size.isdigit() or int(size) > len(http.body):
         raise BadRequest(f"{SO_FAR_KEY} must be a number of bytes of the body")
     count = int(size)

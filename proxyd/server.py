@@ -8,6 +8,7 @@ its request.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -68,45 +69,44 @@ class Connection(asyncio.Protocol):
     task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
+        self._raw: dict[bytes, bytes] = {}  # headers of the message that is being read
+        self.on_header = self._raw.__setitem__  # no Python between the parser and the dict
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._idle_since: float | None = None  # None: a request is being answered
         self._deaf = False  # nothing more is read
         self._refusal: tuple[int, str] | None = None
         self._wants_continue = False
+        self._headers: dict[str, str] = {}
         self.on_message_begin()
 
     # ---- the parser's callbacks -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._url = b""
-        self._head_size = 0
-        self._headers: dict[str, str] = {}
-        self._count = 0
+        self._raw.clear()
+        self._head_size = 0  # of a head that did not come in one piece
+        self._in_head, self._is_new = True, True
         self._body: list[bytes] = []
         self._size = 0
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._head(len(url))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count += 1
-        self._head(len(name) + len(value))
-        if self._count > MAX_HEADERS:
-            self._refuse(431, f"more than {MAX_HEADERS} headers")
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def _head(self, size: int) -> None:
-        self._head_size += size
-        if self._head_size > MAX_HEAD:
-            self._refuse(431, "the head of the request is too large")
 
     def on_headers_complete(self) -> None:
-        length = self._headers.get("content-length", "")
+        raw, self._in_head = self._raw, False
+        if len(raw) > MAX_HEADERS:
+            self._refuse(431, f"more than {MAX_HEADERS} headers")
+        if len(self._url) + sum(map(len, raw)) + sum(map(len, raw.values())) > MAX_HEAD:
+            self._refuse(431, "the head of the request is too large")
+        headers = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in raw.items()}
+        self._headers = headers
+        length = headers.get("content-length", "")
         if length.isdigit() and int(length) > MAX_BODY:
             self._refuse(413, f"The request body is larger than {MAX_BODY} bytes.")
-        self._wants_continue = self._headers.get("expect", "").lower() == "100-continue"
+        self._wants_continue = "expect" in headers and headers["expect"].lower() == "100-continue"
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
@@ -138,14 +138,24 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
+            if self._in_head:
+                self._more_head(len(data))
         except httptools.HttpParserUpgrade:
             self._end_with(400, "this connection can't be upgraded")
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, _TooMuch) as error:
             status, why = self._refusal or (400, f"this is not HTTP as it should be: {error}")
             self._end_with(status, why)
         if len(self.queue) > MAX_PIPELINED and self._transport is not None:
             self._transport.pause_reading()
         self._next()
+
+    def _more_head(self, size: int) -> None:
+        """A head that is not whole yet: what of it came with the end of an earlier message is at most one read."""
+        if not self._is_new:
+            self._head_size += size
+        self._is_new = False
+        if self._head_size > MAX_HEAD:
+            self._refuse(431, "the head of the request is too large")
 
     def _end_with(self, status: int, why: str) -> None:
         """The rest of what comes can't be told apart: refuse it after the answers that are due, and hang up."""
@@ -155,7 +165,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.connections.discard(self)
-        self._disarm()
+        if self._timer is not None:
+            self._timer.cancel()
         self.queue.clear()
         if self.task is not None:
             self.task.cancel()
@@ -179,7 +190,7 @@ class Connection(asyncio.Protocol):
         if isinstance(given, Response):
             self._write(given, head_only=False, keep_alive=False)
         else:
-            self.task = asyncio.get_running_loop().create_task(self._serve(given))
+            self.task = self._loop.create_task(self._serve(given))
 
     async def _serve(self, request: Request) -> None:
         try:
@@ -217,8 +228,8 @@ class Connection(asyncio.Protocol):
         if response.parts is not None:
             self._transport.write(b"0\r\n\r\n")
         else:
-            framing = [f"Content-Length: {len(response.body)}"] if response.status != 204 else []
-            raw = _head(response, *framing, *([] if keep_alive else ["Connection: close"]))
+            more = () if response.status == 204 else (f"Content-Length: {len(response.body)}",)
+            raw = _head(response, *more) if keep_alive else _head(response, *more, "Connection: close")
             self._transport.write(raw if head_only else raw + response.body)
         if keep_alive:
             self._arm()
@@ -226,20 +237,32 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _arm(self) -> None:
-        assert self._transport is not None
-        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._transport.close)
+        self._idle_since = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(IDLE_S, self._look)
 
     def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._idle_since = None
+
+    def _look(self) -> None:
+        """One timer per connection, which outlives its requests: it closes what has been idle all the time."""
+        assert self._transport is not None
+        idle_s = self._loop.time() - self._idle_since if self._idle_since is not None else 0.0
+        if idle_s >= IDLE_S:
+            self._transport.close()
+        else:
+            self._timer = self._loop.call_later(IDLE_S - idle_s, self._look)
 
 
 def _head(response: Response, *more: str) -> bytes:
-    head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
-    head.append(f"Content-Type: {response.content_type}")
+    head = [_begin(response.status, response.content_type)]
     head += [f"{name}: {value}" for name, value in response.headers]
-    return "\r\n".join((*head, *more)).encode("latin-1") + b"\r\n\r\n"
+    return "\r\n".join((*head, *more, "", "")).encode("latin-1")
+
+
+@functools.lru_cache(64)
+def _begin(status: int, content_type: str) -> str:
+    return f"HTTP/1.1 {status} {REASONS.get(status, '')}\r\nContent-Type: {content_type}"
 
 
 class HttpServer:

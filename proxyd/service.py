@@ -63,11 +63,18 @@ class Open:
     watchers: set[asyncio.Event] = field(default_factory=set)  # of those who are told live
     complete: bool = False
     waiters: int = 0
+    waiting: list[asyncio.Future[Node | Failure]] = field(default_factory=list)
     grace_s: float = DROP_AFTER_S
 
     @property
     def key(self) -> str:
         return f"{self.execution}:{self.call}"
+
+    def say(self, answer: Node | Failure) -> None:
+        self.answer.set_result(answer)
+        for waiting in self.waiting:
+            if not waiting.done():
+                waiting.set_result(answer)
 
     def heard(self) -> None:
         for news in self.watchers:
@@ -186,7 +193,11 @@ class Service:
     async def _wait(self, opened: Open) -> Node | Failure:
         opened.waiters += 1
         try:
-            return await asyncio.shield(opened.answer)
+            if opened.answer.done():
+                return opened.answer.result()
+            mine: asyncio.Future[Node | Failure] = asyncio.get_running_loop().create_future()
+            opened.waiting.append(mine)  # of this waiter alone: whoever goes away does not cancel the answer
+            return await mine
         finally:
             self._leave(opened)
 
@@ -365,18 +376,18 @@ class Service:
         if opened.answer.done():
             return
         if written.exception() is not None:
-            opened.answer.set_result(Failure("internal", why=f"the call could not be recorded: {written.exception()}"))
+            opened.say(Failure("internal", why=f"the call could not be recorded: {written.exception()}"))
             return
         self.progress += 1
         self.prompt_tokens += node.prompt_tokens
         self.new_prompt_tokens += len(node.tail.ids)
         self.sampled_tokens += len(node.completion.ids)
         self.tail.append(_row(opened, node, facts))
-        opened.answer.set_result(node)
+        opened.say(node)
 
     def _refuse(self, opened: Open, kind: str, why: str) -> None:
         if not opened.answer.done():
-            opened.answer.set_result(Failure(kind, why=why))
+            opened.say(Failure(kind, why=why))
         if opened.running is None:
             self.open.pop(opened.key, None)
         forest = self.forests.get(opened.execution)

@@ -44,21 +44,22 @@ class Sampled:
         new = total - len(self.ids)
         if new < 0:
             raise BadStream(f"completion_tokens fell from {len(self.ids)} to {total}")
-        fresh = _newest(given_ids, new, total, "output_ids")
-        scored = _newest(entries, new, total, "output_token_logprobs")
+        fresh = given_ids if len(given_ids) == new else _newest(given_ids, new, total, "output_ids")
+        scored = entries if len(entries) == new else _newest(entries, new, total, "output_token_logprobs")
         if [e[1] for e in scored] != fresh:
             raise BadStream("the logprobs are of other tokens than output_ids")
         self.ids += fresh
-        self.logprobs += [math.nan if e[0] is None else float(e[0]) for e in scored]
+        logprobs = [e[0] for e in scored]
+        self.logprobs += (
+            [math.nan if p is None else float(p) for p in logprobs] if None in logprobs else map(float, logprobs)
+        )
         self.version = str(meta.get("weight_version") or self.version)
         self.prompt_tokens = meta.get("prompt_tokens", self.prompt_tokens)
         self.cached_tokens = meta.get("cached_tokens") or 0
-        self._finish(meta)
+        if (reason := meta.get("finish_reason")) is not None:
+            self._finish(reason, meta)
 
-    def _finish(self, meta: dict[str, Any]) -> None:
-        reason = meta.get("finish_reason")
-        if reason is None:
-            return
+    def _finish(self, reason: Any, meta: dict[str, Any]) -> None:
         self.finish = str(reason.get("type", "stop")) if isinstance(reason, dict) else str(reason)
         self.why = str(reason.get("message") or "") if isinstance(reason, dict) else ""
         given = meta.get("weight_versions") or []

@@ -45,3 +45,18 @@ def test_commands_carry_their_address(tmp_path):
     path = tmp_path / "j.jsonl"
     write(path, 1)
     assert entries(path)[0].commands == [{"peer": "a:b", "tag": "done", "note": "0"}]
+
+
+def test_held_entries_go_out_in_order_with_the_next_one_or_when_asked(tmp_path):
+    path = tmp_path / "j.jsonl"
+    journal = journals.Journal(path)
+    journal.write(0.0, m.Welcome(life=0), [], held=True)
+    assert not entries(path)
+    journal.write(1.0, m.Welcome(life=1), [])
+    journal.write(2.0, m.Welcome(life=2), [], held=True)
+    assert [e.event["life"] for e in entries(path)] == [0, 1]
+    journal.flush()
+    journal.write(3.0, m.Welcome(life=3), [], held=True)
+    assert [e.event["life"] for e in entries(path)] == [0, 1, 2]
+    journal.close()
+    assert [e.event["life"] for e in entries(path)] == [0, 1, 2, 3]

@@ -7,6 +7,7 @@ import typing
 from enum import Enum
 
 import msgpack
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,16 @@ def test_every_message_survives_the_wire(tag):
         assert wire.decode(wire.encode(message, correlation)) == (message, correlation)
 
     survives()
+
+
+@pytest.mark.parametrize("tag", sorted(messages.BY_TAG))
+def test_the_text_of_a_message_is_its_json(tag):
+    @given(instances(messages.BY_TAG[tag]))
+    @settings(max_examples=20, deadline=None)
+    def same(message):
+        assert orjson.loads(wire.to_text(message)) == orjson.loads(orjson.dumps(wire.to_json(message)))
+
+    same()
 
 
 @given(st.lists(st.binary(max_size=80), max_size=4))

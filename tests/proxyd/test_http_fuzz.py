@@ -218,6 +218,19 @@ async def test_a_body_that_is_too_large_is_refused_and_not_kept(target: Target) 
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_heads_are_bounded_however_they_come(target: Target) -> None:
+    head, _, body = target.request(COUNT, GOOD).partition(b"\r\n\r\n")
+    many = b"".join(b"\r\nX-%d: y" % n for n in range(250))
+    assert statuses(await target.exchange([head + many + b"\r\n\r\n" + body])) == [431]
+    long = b"\r\nX: " + b"y" * 100_000
+    assert statuses(await target.exchange([head + long + b"\r\n\r\n" + body])) == [431]
+    drops = [long[at : at + 4096] for at in range(0, len(long), 4096)]
+    got = await target.exchange([head, *drops, b"\r\n\r\n" + body])
+    assert statuses(got) in ([431], []), "hung up before all was sent, at the latest"
+    await target.alive()
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_clients_that_leave_early_or_do_not_read_cost_nothing(target: Target) -> None:
 
     def connections() -> int:
