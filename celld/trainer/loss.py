@@ -159,11 +159,16 @@ def loss_sum(
 
 
 def _statistics(loss: Tensor, logp_N: Tensor, s_K: Tensor, goal: Targets, options: LossOptions) -> dict[str, float]:
-    """Sums over owned tokens; `*_d0` are those of executions dispatched at the very version that is trained from."""
+    """Sums over owned tokens; `*_d0` are those of executions dispatched at the very version that is trained from.
+
+    `kl` estimates KL(behaviour, policy) from the behaviour's samples: r - 1 - log r, never negative (J. Schulman,
+    "Approximating KL divergence", 2020); r is capped as in the loss.
+    """
     owned_N = goal.owned_N
     owner_O, gap_O = goal.owner_N[owned_N], (logp_N - goal.behaviour_N)[owned_N]
     too_high_K = (s_K > options.clip_high) & (goal.advantage_K > 0)
     too_low_K = (s_K < options.clip_low) & (goal.advantage_K < 0)
+    capped_O = gap_O.clamp(max=float(np.log(options.ratio_cap)))
     clipped_O, fresh_O = (too_high_K | too_low_K)[owner_O], (goal.staleness_K <= 0)[owner_O]
     return {
         "loss": float(loss.detach()),
@@ -171,7 +176,8 @@ def _statistics(loss: Tensor, logp_N: Tensor, s_K: Tensor, goal: Targets, option
         "computed_tokens_d0": float(fresh_O.sum()),
         "clipped": float(clipped_O.sum()),
         "clipped_d0": float((clipped_O & fresh_O).sum()),
-        "ratio": float(gap_O.clamp(max=float(np.log(options.ratio_cap))).exp().sum()),
+        "ratio": float(capped_O.exp().sum()),
+        "kl": float((capped_O.exp() - 1 - capped_O).sum()),
         "sequence_ratio": float(s_K[owner_O].sum()),
         "logprob_gap": float(gap_O.abs().sum()),
     }

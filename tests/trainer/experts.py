@@ -35,9 +35,9 @@ class Experts(nn.Module):
         return sum(share[..., n : n + 1] * expert(x) for n, expert in enumerate(self.experts))
 
 
-def config_of(*, normalised: bool = True) -> dict[str, Any]:
+def config_of(*, normalised: bool = True, shape: TinyConfig = SHAPE) -> dict[str, Any]:
     """The config.json of `twin`."""
-    return SHAPE.to_hf() | {
+    return shape.to_hf() | {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": COUNT,
@@ -49,9 +49,9 @@ def config_of(*, normalised: bool = True) -> dict[str, Any]:
     }
 
 
-def twin(*, normalised: bool = True) -> TinyQwen3:
+def twin(*, normalised: bool = True, shape: TinyConfig = SHAPE) -> TinyQwen3:
     """Random weights, norms that are not all one."""
-    model = TinyQwen3(SHAPE)
+    model = TinyQwen3(shape)
     for layer in (model.model.layers[0], model.model.layers[2]):
-        layer.mlp = Experts(SHAPE, normalised=normalised)
+        layer.mlp = Experts(shape, normalised=normalised)
     return unlike_norms(model.initialise(5))

@@ -217,6 +217,25 @@ def test_at_the_sampling_weights_the_gradient_is_the_policy_gradient_with_weight
     assert float(goal.weight_N.sum()) == pytest.approx(4.0, abs=1e-5)
 
 
+def test_the_kl_estimate_is_that_of_the_samples_and_zero_at_the_sampling_weights():
+    behaviour, policy = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]).log()
+    draws = torch.multinomial(behaviour.exp(), 4000, replacement=True, generator=torch.Generator().manual_seed(0))
+    (packed,) = random_micro_step(10, 1, segments=1, longest=12).executions
+    goal = losses.targets([packed], base_step=0)
+    count = int(goal.owned_N.sum())
+    _, at_rest = losses.loss_sum(goal.behaviour_N.clone(), goal, losses.LossOptions())
+    assert at_rest["kl"] == 0
+    estimates = []
+    for tokens in draws.split(count)[:-1]:
+        drawn = dataclasses.replace(goal, behaviour_N=goal.behaviour_N.clone())
+        drawn.behaviour_N[goal.owned_N] = behaviour[tokens]
+        logp = drawn.behaviour_N.clone()
+        logp[goal.owned_N] = policy[tokens]
+        estimates.append(losses.loss_sum(logp, drawn, losses.LossOptions())[1]["kl"] / count)
+    exact = float((behaviour.exp() * (behaviour - policy)).sum())
+    assert sum(estimates) / len(estimates) == pytest.approx(exact, rel=0.1)
+
+
 def test_one_token_adds_at_most_the_cap_to_the_sequence_ratio():
     steps = random_micro_step(10, 1, segments=1, longest=8).executions
     goal = losses.targets(steps, base_step=0)
