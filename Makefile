@@ -8,7 +8,7 @@ PIP_ARGS ?=
 RUN_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang apptainer \
+.PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang test-gpu apptainer \
   harness-packages test-harness test-harness-slice
 help:                       ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -46,7 +46,10 @@ $(SGLANG_STAMP): tools/sglang-cpu.sh tools/sglang-cpu.txt
 
 test-sglang: $(STAMP) $(SGLANG_STAMP)  ## the engine contract and a run on the real SGLang, without a GPU
 	GYRE_ENGINE=sglang GYRE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(PY) -m pytest -n0 -v --timeout 900 \
-	  tests/engine/test_contract.py tests/engine/test_sglang.py $(TEST_ARGS)
+	  tests/engine/test_contract.py tests/engine/test_sglang.py tests/trainer/test_transformers.py $(TEST_ARGS)
+
+test-gpu: $(STAMP)          ## what only a GPU can show, in ten minutes; skipped, with the reason, where there is none
+	$(PY) -m pytest -n0 -v -rs tests/gpu $(TEST_ARGS)
 
 HARNESSES       = claude-code codex mini-swe-agent qwen-code opencode
 HARNESS_SLICE   = claude-code mini-swe-agent

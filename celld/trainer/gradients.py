@@ -110,6 +110,7 @@ def metrics(stats: Mapping[str, float]) -> dict[str, float]:
         "sequence_ratio_mean": mean("sequence_ratio", "computed_tokens"),
         "logprob_gap": mean("logprob_gap", "computed_tokens"),
         "entropy": mean("entropy", "computed_tokens"),
+        "kl": mean("kl", "computed_tokens"),
         "staleness_mean": mean("staleness", "executions"),
         "owned_tokens": stats.get("owned_tokens", 0.0),
         "packed_tokens": stats.get("packed_tokens", 0.0),
