@@ -62,6 +62,8 @@ MORE: dict[tuple[str, ...], list[str]] = {
     ("cellctl", "flip"): ["c0", "--to", "train"],
     ("cellctl", "drain"): ["c0"],
     ("cellctl", "undrain"): ["c0"],
+    ("cellctl", "pause"): ["g00000-00.0"],
+    ("cellctl", "resume"): ["g00000-00.0"],
     ("proxyd", "drain"): ["c0"],
     ("proxyd", "undrain"): ["c0"],
     ("cellctl", "simulate"): ["--profile", "qwengyre-122b", "--arm", "E0", "--seeds", "1", "--steps", "1"],
