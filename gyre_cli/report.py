@@ -6,6 +6,7 @@ Nothing is estimated: a figure that the run did not produce is null.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from itertools import pairwise
@@ -45,6 +46,7 @@ def gather(
         "role_switches": int(status["switches"]),
         "calls_moved": int(status["moved"]),
         "calls_moved_mid_generation": int(status["moved_mid_generation"]),
+        **resent_tokens(run),
         "switch_s": switch_seconds(tables["switches"]),
         "mean_staleness": mean_of(steps, "staleness_mean"),
         "clip_fraction": mean_of(steps, "clip_fraction"),
@@ -60,6 +62,20 @@ def gather(
         "trained_share_by_class": trajd.get("trained_by_class"),
         "seconds": phase_seconds(run.path("metrics", "timeline.jsonl")),
     }
+
+
+def resent_tokens(run: RunDir) -> dict[str, int]:
+    """Of calls that went on at another engine: tokens sent again, and those that were read there and not computed."""
+    resent = reread = 0
+    for path in run.path("calls").glob("*.jsonl"):
+        with open(path, "rb") as lines:
+            for line in lines:
+                if b'"resent":' not in line:
+                    continue
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn tail; a prompt with these letters
+                    sent, read = json.loads(line)["capture"]["resent"]
+                    resent, reread = resent + sent, reread + read
+    return {"tokens_resent": resent, "tokens_resent_read": reread}
 
 
 def latest_by_step(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -158,6 +174,10 @@ def lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("role switches", f"{s['role_switches']} ({switches})"),
         ("calls", f"{s['calls']}, moved {s['calls_moved']}, of these mid-generation {s['calls_moved_mid_generation']}"),
+        (
+            "tokens sent again with moved calls, read and not computed",
+            f"{s['tokens_resent']}, {s['tokens_resent_read']}",
+        ),
         ("executions interrupted by a switch", str(s["executions_interrupted"])),
         ("mean staleness E[d]", number(s["mean_staleness"])),
         ("clip fraction", f"{number(s['clip_fraction'])} (at d = 0: {number(s['clip_fraction_d0'])})"),

@@ -27,6 +27,8 @@ class Progress:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    resent: int = 0  # tokens that were sent again, to another engine
+    reread: int = 0  # of these, those that it did not compute again
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ def call_record(facts: Facts, plan: Plan, progress: Progress) -> Call:
         "waited_s": facts.waited_s,
         "moved": facts.moved,
     }
+    if progress.resent:
+        capture["resent"] = [progress.resent, progress.reread]
     if facts.ill_formed:
         capture["ill_formed"] = facts.ill_formed
     if plan.spliced:

@@ -309,6 +309,9 @@ class Service:
         progress, before = opened.progress, len(opened.progress.ids)
         del sampled.ids[asked:], sampled.logprobs[asked:]
         progress.spans = join_spans(progress.spans, sampled.versions(), before)
+        if (submit.number > 1 or before) and sampled.prompt_tokens is not None:
+            progress.resent += sampled.prompt_tokens
+            progress.reread += sampled.cached_tokens
         progress.ids += sampled.ids
         progress.logprobs += sampled.logprobs
         opened.running = opened.sampled = None

@@ -138,6 +138,7 @@ class FakeEngine:
             "id": rid,
             "finish_reason": finish,
             "prompt_tokens": len(prompt),
+            "cached_tokens": len(prompt) - 1,
             "completion_tokens": total,
             "weight_version": self.version,
             "output_token_logprobs": [[self.logprob(i), i, None] for i in ids],
@@ -295,7 +296,7 @@ class World:
         old = self.run.endpoint(name)
         words = ("-m", "proxyd.daemon", "--run", str(self.run.root), "--shard", str(shard))
         self.processes[shard] = await asyncio.create_subprocess_exec(sys.executable, *words, cwd=REPOSITORY)
-        await self.cellctl.until(lambda: len(self.cellctl.hellos) > before, 30.0)
+        await self.cellctl.until(lambda: len(self.cellctl.hellos) > before, 120.0)
         await self.cellctl.until(lambda: (e := self.run.endpoint(name)) and (old is None or e.life > old.life))
 
     async def stop_proxyd(self, how: signal.Signals = signal.SIGTERM, shard: int = 0) -> int:

@@ -19,6 +19,7 @@ import pytest_asyncio
 from gyre_base import messages as m
 from gyre_base.bus import Client
 from gyre_base.runfile import context_digest
+from gyre_cli import report
 from tests.proxyd.fakes import REPOSITORY, FakeEngine, World
 
 SYSTEM = {"role": "system", "content": "You write Python modules from their specifications."}
@@ -106,6 +107,8 @@ async def test_a_drain_in_mid_generation_moves_the_call_and_loses_nothing(world:
     assert recorded.logprobs.tolist() == [np.float32(first.logprob(i)) for i in whole]
     assert second.requests[0]["sampling_params"]["max_new_tokens"] == 64 - 5
     assert float(headers["X-Gyre-Waited"]) >= 0.0 and body["usage"]["prompt_tokens"] == start
+    assert recorded.extra["capture"]["resent"] == [start + 5, start + 4]  # sent again; not computed again
+    assert report.resent_tokens(world.run) == {"tokens_resent": start + 5, "tokens_resent_read": start + 4}
     await world.cellctl.say(m.DrainCell(cell="a3", epoch=3), m.DrainCell(cell="a3", epoch=2))  # again; and a stale one
     await world.cellctl.until(lambda: len(world.cellctl.said(m.CellDrained)) >= 2)
     await asyncio.sleep(0.1)
