@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,34 @@ def test_a_stopped_owner_is_given_up_and_read_after_it_goes_on(owner: Owner, eng
     os.kill(owner.process.pid, signal.SIGCONT)
     reader = Reader(engine)
     assert reader.fetch(slot) == payload(THREE, 1)
+
+
+PULLING = """
+import sys, msgspec
+from celld.transfer.bulk import open_engine
+from celld.transfer.reader import Reader
+from gyre_base.messages import RemoteSlot
+reader = Reader(open_engine(sys.argv[1], "tcp", "127.0.0.1"))
+slot = msgspec.json.decode(sys.argv[2], type=RemoteSlot)
+print("pulling", flush=True)
+while True:
+    reader._rooms.clear()
+    reader.fetch(slot)
+"""
+
+
+def test_a_satellite_that_is_killed_while_it_pulls_costs_the_owner_nothing(owner: Owner, engine: Engine):
+    owner.say("put", THREE, 1)
+    slot = owner.offer()
+    command = [sys.executable, "-c", PULLING, engine.kind, msgspec.json.encode(slot).decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as satellite:
+        assert satellite.stdout is not None
+        assert any(line == "pulling\n" for line in satellite.stdout)
+        time.sleep(0.3)  # somewhere in the middle of a read
+        satellite.kill()
+    owner.say("put", THREE, 2)  # its lease still lives: the slot is not used again
+    assert Reader(engine).fetch(slot) == payload(THREE, 1)
+    assert Reader(engine).fetch(owner.offer()) == payload(THREE, 2)
 
 
 def test_an_address_that_is_not_a_slot_is_refused(owner: Owner, engine: Engine):
