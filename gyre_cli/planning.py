@@ -23,7 +23,6 @@ from gyre_cli.script import Script
 
 SIGNAL_EARLY_S = 60.0  # Slurm looks every half minute, so its warning comes up to this much before it was asked for
 JOURNAL_TAIL_BYTES = 32 * 2**20
-TRAINER_GPUS = 1  # a cell has one rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,7 @@ def memory_rows(plan: Plan) -> list[dict[str, Any]]:
         micro_step_tokens=trainer.micro_step_tokens,
     )
     for row in rows:
-        gpus = (engine_gpus(plan.config) if row["role"] == "rollout" else TRAINER_GPUS) if plan.script.gpus else 0
+        gpus = (engine_gpus(plan.config) if row["role"] == "rollout" else trainer.ranks) if plan.script.gpus else 0
         row |= {"gpus": gpus, "per_gpu_gib": round(row["least_gib"] / gpus, 4) if gpus else None}
     return rows
 

@@ -157,13 +157,17 @@ def of_container(config: Config) -> Finding:
 
 def of_gpus(plan: Plan) -> list[Finding]:
     """Whether a cell has the GPUs that its engine wants, and whether it has more than anybody uses."""
-    have, wanted = planning.gpus_per_cell(plan), planning.engine_gpus(plan.config)
+    have, wanted, ranks = planning.gpus_per_cell(plan), planning.engine_gpus(plan.config), plan.config.trainer.ranks
     if wanted > have:
         words = f"engine.tensor_parallel is {wanted} and a cell has {have} GPUs"
         return [fail("GPUs", words, "ask for more GPUs per node, set fewer cells, or a smaller tensor_parallel")]
-    used = max(wanted, planning.TRAINER_GPUS)
+    if have and ranks > have:
+        words = f"a cell has {have} GPUs and {ranks} trainer ranks, each of which wants one of its own"
+        do = "ask for more GPUs per node, set fewer cells, or a smaller trainer.tensor_parallel or pipeline_parallel"
+        return [fail("GPUs", words, do)]
+    used = max(wanted, ranks)
     if wanted and have > used:
-        words = f"a cell has {have} GPUs; its engine works on {wanted} and its rank on {planning.TRAINER_GPUS}"
+        words = f"a cell has {have} GPUs; its engine works on {wanted} and its ranks on {ranks}"
         return [warn("GPUs", words, f"cluster.cells = {plan.script.nodes * (plan.script.gpus or 0) // used} uses all")]
     return []
 

@@ -78,8 +78,8 @@ class Child:
 class Ranks:
     """The trainer ranks of a cell as one child: none goes on without the others, and their end is told once."""
 
-    def __init__(self, log: Path, cell: str, on_exit: Callable[[str, str], None]) -> None:
-        self._log, self._cell, self._on_exit = log, cell, on_exit
+    def __init__(self, run: RunDir, cell: str, on_exit: Callable[[str, str], None]) -> None:
+        self._run, self._cell, self._on_exit = run, cell, on_exit
         self._ranks: list[Child] = []
         self._ending: asyncio.Task[None] | None = None
 
@@ -93,15 +93,14 @@ class Ranks:
         """As of one child."""
         return {pid: file for rank in self._ranks for pid, file in rank.stacks.items()}
 
-    async def start(self, run: RunDir, config: Config) -> None:
+    async def start(self, config: Config) -> None:
         """All of them. A cell of several gets a free port of its own, on which they find each other."""
         count = config.trainer.ranks
         names = [f"rank-{self._cell}.{number}" if number else f"rank-{self._cell}" for number in range(count)]
-        self._ranks = [Child(name, self._log / f"{name}.log", self._ended) for name in names]
-        for name in names:
-            run.retract(name)
+        self._ranks = [Child(name, self._run.path("log", f"{name}.log"), self._ended) for name in names]
+        self._retract()
         if count == 1:
-            await self._ranks[0].start(rank_command(run, config, self._cell))
+            await self._ranks[0].start(rank_command(self._run, config, self._cell))
             return
         with socket.create_server((own_address(config.cluster.bind), 0)) as meeting:
             host, port = meeting.getsockname()[:2]
@@ -109,7 +108,7 @@ class Ranks:
                 words = ["--rank", str(number), "--meet", f"{host}:{port}"]
                 keep_open = () if number else (meeting.fileno(),)
                 words += ["--meet-fd", str(meeting.fileno())] if number == 0 else []
-                await rank.start([*rank_command(run, config, self._cell), *words], keep_open=keep_open)
+                await rank.start([*rank_command(self._run, config, self._cell), *words], keep_open=keep_open)
 
     def _ended(self, name: str, detail: str) -> None:
         """Its collectives will never be met: the others are killed before anybody hears of it."""
@@ -118,8 +117,13 @@ class Ranks:
 
     async def _end_others(self, name: str, detail: str) -> None:
         await asyncio.gather(*(rank.end(0.0) for rank in self._ranks))
+        self._retract()  # at once: a core that wants this cell's sum would else wait for an answer
         self._ending = None
         self._on_exit("rank", f"{name} {detail}")
+
+    def _retract(self) -> None:
+        for rank in self._ranks:
+            self._run.retract(rank.name)
 
     async def end(self) -> None:
         """The leader is told, has its time, and tells the others. No exit is reported."""

@@ -61,7 +61,7 @@ class AgentShell(Shell):
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self._switcher = Switcher(self._rank, self._transport, folder, model_config)
         self._engine_process = Child("engine", run.path("log", f"engine-{cell}.log"), self._child_died)
-        self._ranks = Ranks(run.path("log"), cell, self._child_died)
+        self._ranks = Ranks(run, cell, self._child_died)
         self._children: dict[str, Child | Ranks] = {"engine": self._engine_process, "rank": self._ranks}
         self._books = Books(config, cell)
         self._memory: Account | None = None  # as of the last switch
@@ -122,7 +122,7 @@ class AgentShell(Shell):
 
     async def _launch_rank(self) -> None:
         await self._ranks.end()
-        await self._ranks.start(self._run, self._config)
+        await self._ranks.start(self._config)
         state = await self._rank.ask(m.StopTraining(epoch=0), timeout_s=CHILD_START_S)
         self.post(c.ChildUp(child="rank", version=state.version))
 

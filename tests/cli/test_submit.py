@@ -272,6 +272,19 @@ def test_gpus_that_a_cell_lacks_or_nobody_uses(project):
     assert finding.level is Level.FAIL and "a cell has 4 GPUs" in finding.found
 
 
+def test_gpus_that_the_trainer_ranks_of_a_cell_lack(project):
+    four = 'cells = 2\nengine = { kind = "sglang", tensor_parallel = 2 }\ntrainer = { tensor_parallel = 4 }'
+    edit(project / "gyre.toml", "cells = 2", four)
+    assert submit.of_gpus(plan_of(project)) == []
+    edit(
+        project / "gyre.toml",
+        "trainer = { tensor_parallel = 4 }",
+        "trainer = { tensor_parallel = 4, pipeline_parallel = 2 }",
+    )
+    (finding,) = submit.of_gpus(plan_of(project))
+    assert finding.level is Level.FAIL and "8 trainer ranks" in finding.found and "pipeline_parallel" in finding.do
+
+
 def test_a_run_directory_too_deep_for_sockets_is_told_before_the_first_harness_starts(project):
     edit(project / "gyre.sbatch", "runs/my run", "r" * 60)
     assert submit.of_paths(plan_of(project)).level is Level.NOTE  # plain workspaces open none
