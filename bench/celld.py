@@ -4,8 +4,10 @@
 
 NAME is a figure or a group. trees: forward and backward of C (scaled to 1/50, on the quickstart's model) tree-packed
 against each trajectory as a row, relative to what tokens and attention pairs predict; and the share of the uncapped
-time that Jmax 1 and 5 take (the paper has 41.4 and 74.8). step, decode: the same model and tokens in transformers,
-which lives in an environment of its own under DIR, made on first use; without DIR these figures are left out. pull:
+time that Jmax 1 and 5 take (the paper has 41.4 and 74.8). long_run: one linear run in pieces, peak memory of 64 k
+tokens over that of 16 k (4 where it grows with the tokens, 16 with their square), and what pieces save and cost. step,
+decode: the same model and tokens in transformers, which lives in an environment of its own under DIR, made on first
+use; without DIR these figures are left out. pull:
 256 MiB of weights by celld's default transport, checked, against one plain `sendall`, between two processes; and by
 Mooncake's TCP. stream: two cells, one three times as fast, sleeping for their computation.
 
@@ -98,6 +100,231 @@ def trees(_peers: Path | None) -> list[Figure]:
         figure("fb_time_jmax1_pct", share[1], "%", "(paper 41.4)"),
         figure("fb_time_jmax5_pct", share[5], "%", "(paper 74.8)"),
     ]
+
+
+# ---- long runs ------------------------------------------------------------------------------------------------------
+
+
+def long_run(_peers: Path | None) -> list[Figure]:
+    """Each run in a process of its own, on one thread. Minutes: attention's time grows with the square."""
+    whole, pieces = _run_of(4 << 10, 0), _run_of(4 << 10, 1 << 10)
+    if abs(pieces["norm"] - whole["norm"]) > 1e-5 * whole["norm"]:
+        raise RuntimeError(f"pieces have a gradient of norm {pieces['norm']}, the whole {whole['norm']}")
+    short, long = _run_of(16 << 10, 1 << 10), _run_of(64 << 10, 1 << 10)
+    say(f"linear runs in pieces: 16 k tokens {short['bytes'] / 1e6:.0f} MB, 64 k {long['bytes'] / 1e6:.0f} MB")
+    return [
+        figure("long_run_memory_64k_vs_16k", [long["bytes"] / short["bytes"]], "ratio", *at_most(4.4)),
+        figure("pieces_memory_vs_whole_4k", [pieces["bytes"] / whole["bytes"]], "ratio", *at_most(0.6)),
+        figure("pieces_time_vs_whole_4k", [pieces["cpu_s"] / whole["cpu_s"]], "ratio"),
+    ]
+
+
+def _run_of(tokens: int, piece: int) -> dict[str, float]:
+    command = [sys.executable, "-W", "ignore", "-m", "bench.celld_rig.long_run", str(tokens), str(piece)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-500:])
+    answer: dict[str, float] = json.loads(done.stdout)
+    return answer
+
+
+# ---- against transformers -------------------------------------------------------------------------------------------
+
+
+class Transformers:
+    """The peer's process, asked for CPU seconds."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        say(f"the peer: {self._answer()}")
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerMissing("the peer has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def cpu_s(self, **job: Any) -> float:
+        assert self._process.stdin is not None
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return float(self._answer()["cpu_s"])
+
+
+@contextlib.contextmanager
+def transformers_with(model: Path, peers: Path | None) -> Iterator[Transformers]:
+    """Raises PeerMissing."""
+    if peers is None:
+        raise PeerMissing("name a folder with --peers")
+    script = Path(__file__).parent / "celld_rig" / "transformers_peer.py"
+    command, pipe = [str(python_of(peers, PEER)), str(script), str(model)], subprocess.PIPE
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        try:
+            yield Transformers(process)
+        finally:
+            process.kill()
+
+
+def step(peers: Path | None) -> list[Figure]:
+    """One train step of a 5 M model on 4 rows of 512 tokens, every token a target; plan and loss included."""
+    from bench.celld_rig import trees as rig
+    from celld.tiny.model import TinyConfig, TinyQwen3, save
+    from celld.trainer.optimizer import AdamW
+    from gyre_base.config import TrainerConfig
+
+    model = TinyConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, head_dim=32
+    )
+    rows = [rig.plain_row(STEP_LENGTH, every=1, vocab=model.vocab_size)] * STEP_ROWS
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
+        save(TinyQwen3(model).initialise(0), folder)
+        with transformers_with(Path(folder), peers) as peer:
+            policy = rig.policy_of(model)
+            optimizer = AdamW(policy, TrainerConfig())
+            ours, theirs = [], []
+            for _ in range(REPEATS + 1):
+                began = time.process_time()
+                rig.forward_backward(policy, rows)
+                optimizer.step(1e-4)
+                ours.append(time.process_time() - began)
+                theirs.append(peer.cpu_s(job="step", rows=[row.tokens.tolist() for row in rows]))
+    say(f"step of {policy.gradient.numel() / 1e6:.1f} M parameters: {min(ours):.2f} s for {min(theirs):.2f} s")
+    ratios = [mine / other for mine, other in zip(ours[1:], theirs[1:], strict=True)]
+    return [figure("step_vs_transformers", ratios, "ratio", *at_most(1.1))]
+
+
+def decode(peers: Path | None) -> list[Figure]:
+    """32 rows of 60 prompt tokens and 300 new ones: tokens per CPU second, ours with HTTP, streams and logprobs."""
+    from celld.tiny.model import TinyConfig, TinyQwen3, save
+    from tests.engine.process import EngineProcess
+
+    config = TinyConfig(initializer_range=0.1)
+    numbers = random.Random(0)
+    rows = [[numbers.randrange(config.vocab_size) for _ in range(DECODE_PROMPT)] for _ in range(DECODE_ROWS)]
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
+        save(TinyQwen3(config).initialise(1), folder)
+        with transformers_with(Path(folder), peers) as peer, EngineProcess(Path(folder)) as engine:
+            peer.cpu_s(job="generate", rows=rows[:2], new=4)
+            asyncio.run(decode_all(engine.url, rows[:2], 4, "warm"))
+            ratios = []
+            for n in range(3):
+                theirs = peer.cpu_s(job="generate", rows=rows, new=DECODE_NEW)
+                before, began = engine.cpu_s(), time.monotonic()
+                asyncio.run(decode_all(engine.url, rows, DECODE_NEW, f"r{n}"))
+                mine, wall_s = engine.cpu_s() - before, time.monotonic() - began
+                ratios.append(theirs / mine)
+                say(f"decode: {mine:.2f} CPU s ({wall_s:.1f} s of wall time) for {theirs:.2f} CPU s of transformers")
+    return [figure("tiny_decode_vs_transformers", ratios, "ratio", *at_least(0.5))]
+
+
+async def decode_all(url: str, rows: list[list[int]], new: int, name: str) -> None:
+    """All rows at once, each streamed. Raises RuntimeError if a row has not exactly `new` tokens."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        counts = await asyncio.gather(*(_stream(session, url, ids, f"{name}.{n}", new) for n, ids in enumerate(rows)))
+    if set(counts) != {new}:
+        raise RuntimeError(f"the engine made {sorted(set(counts))} tokens, not {new}")
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, ids: list[int], rid: str, new: int) -> int:
+    sampling = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True}
+    body = {"rid": f"{rid}.", "input_ids": ids, "sampling_params": sampling, "stream": True, "return_logprob": True}
+    count = 0
+    async with session.post(url + "/generate", data=orjson.dumps(body)) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                count += len(orjson.loads(line[6:])["output_ids"])
+    return count
+
+
+# ---- pulls ----------------------------------------------------------------------------------------------------------
+
+
+def pull(_peers: Path | None) -> list[Figure]:
+    """Pulls of new versions and of the one in hand: by the default transport, and by Mooncake where it is installed."""
+    from celld.transfer.engine import installed
+
+    ratios, again_ms = _pulled_by("auto")
+    out = [figure("pull_vs_socket_256mib", ratios, "ratio", *at_least(0.8))]
+    if installed():
+        out.append(figure("mooncake_pull_vs_socket_256mib", _pulled_by("mooncake")[0], "ratio"))
+    else:
+        say("left out: mooncake_pull_vs_socket_256mib: mooncake can't be imported")
+    return [*out, figure("repull_ms", again_ms, "ms", *at_most(50))]
+
+
+def _pulled_by(kind: str) -> tuple[list[float], list[float]]:
+    """(plain seconds over ours, milliseconds of a second pull) of each round."""
+    from gyre_base import config as configuration
+    from gyre_base.keys import make_keys
+    from gyre_base.rundir import RunDir
+
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
+        run = RunDir.create(Path(folder) / "run")
+        keys = make_keys(run)
+        run.write_atomic("run.json", configuration.to_json(configuration.from_tree({})))
+        command = [sys.executable, "-m", "bench.celld_rig.owner", str(run.root), str(PULL_BYTES), kind]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as owner:
+            try:
+                return asyncio.run(_pulls(owner, int(_word(owner, str.isdigit)), run, keys, kind))
+            finally:
+                owner.kill()
+
+
+async def _pulls(
+    owner: subprocess.Popen[str], port: int, run: RunDir, keys: Keys, kind: str
+) -> tuple[list[float], list[float]]:
+    """Each round is another version; the first ones, in which both sides meet their memory, are not counted."""
+    from celld.transfer.bulk import Bulk, open_engine
+    from celld.weights import transport_to
+
+    transport = transport_to(run, keys, "rank-c0", Bulk(open_engine(kind, "tcp", "127.0.0.1")))
+    ratios, again_ms, into = [], [], bytearray(PULL_BYTES)
+    for step in range(1, REPEATS + PULL_WARM + 1):
+        pulled_s, snapshot = await _timed(transport.pull("", 60.0))
+        assert snapshot is not None and snapshot.version == f"0.{step}"
+        again_s, again = await _timed(transport.pull(snapshot.version, 60.0))
+        assert again is None, "the same version was pulled twice"
+        began = time.monotonic()
+        _plain(port, into)
+        plain_s = time.monotonic() - began
+        assert into == snapshot.payload
+        say(f"pull of 256 MiB by {transport.name}: {pulled_s:.3f} s; {plain_s:.3f} s over a plain socket")
+        if step > PULL_WARM:
+            ratios.append(plain_s / pulled_s)
+            again_ms.append(1e3 * again_s)
+        assert owner.stdin is not None
+        print("next", file=owner.stdin, flush=True)
+        _word(owner, f"0.{step + 1}".__eq__)
+    transport.close()
+    return ratios, again_ms
+
+
+async def _timed(work: Awaitable[T]) -> tuple[float, T]:
+    began = time.monotonic()
+    result = await work
+    return time.monotonic() - began, result
+
+
+def _word(owner: subprocess.Popen[str], is_it: Callable[[str], bool]) -> str:
+    """The owner's next word; the libraries have words of their own."""
+    assert owner.stderr is not None
+    for line in owner.stderr:
+        if is_it(line.strip()):
+            return line.strip()
+    raise RuntimeError("the owner of the weights has ended")
+
+
+def _plain(port: int, into: bytearray) -> None:
+    view = memoryview(into)
+    with socket.create_connection(("127.0.0.1", port)) as giver:
+        while view:
+            count = giver.recv_into(view)
+            if not count:
+                raise RuntimeError("the plain socket ended early")
+            view = view[count:]
 
 
 # ---- against transformers -------------------------------------------------------------------------------------------
@@ -323,6 +550,7 @@ GROUPS: dict[Callable[[Path | None], list[Figure]], tuple[str, ...]] = {
         "fb_time_jmax1_pct",
         "fb_time_jmax5_pct",
     ),
+    long_run: ("long_run_memory_64k_vs_16k", "pieces_memory_vs_whole_4k", "pieces_time_vs_whole_4k"),
     step: ("step_vs_transformers",),
     pull: ("pull_vs_socket_256mib", "mooncake_pull_vs_socket_256mib", "repull_ms"),
     stream: ("stream_vs_ideal_1to3", "static_split_vs_ideal_1to3"),
