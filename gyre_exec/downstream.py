@@ -18,7 +18,8 @@ import orjson
 
 from gyre_exec import http1
 
-MAX_PIPELINED = 16
+MAX_PIPELINED = 16  # requests that came in one piece, more than one ahead of its answer: no client of ours does that
+MAX_CONNECTIONS = 256  # of one execution: what it opens beyond is refused, so that others have descriptors left
 EARLY_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
@@ -31,21 +32,29 @@ Accept = Callable[["Waiter", http1.Message], None]
 
 
 class Downstream(asyncio.Protocol):
-    """One connection of a harness: requests in order, one answered at a time."""
+    """One connection of a harness: requests in order, one answered at a time.
 
-    def __init__(self, accept: Accept, connections: set[Downstream]) -> None:
+    What it may keep of a client's is bounded: nothing is read while a whole request waits for its turn, and none is
+    begun while the client does not take the answers before.
+    """
+
+    def __init__(self, accept: Accept, connections: set[Downstream], room: int = MAX_CONNECTIONS) -> None:
         self._accept = accept
-        self._connections = connections
+        self._connections, self._room = connections, room
         self._reader = http1.Reader(requests=True)
         self._transport: asyncio.Transport | None = None
         self._waiting: Waiter | None = None
         self._next: deque[http1.Message] = deque()
         self._told_to_continue = False
+        self._full = False  # of answers that the client does not read
         self._broke = False  # it ended before the client had everything
         self._lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if len(self._connections) >= self._room:
+            self._transport.abort()
+            return
         self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -56,8 +65,17 @@ class Downstream(asyncio.Protocol):
             return
         if len(self._next) > MAX_PIPELINED:
             self.abort()
-        elif self._waiting is None:
-            self._serve()
+            return
+        self._serve_if_free()
+        if self._next and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._serve_if_free()
 
     def _bad(self, error: http1.HttpError) -> None:
         if self._waiting is None and not self._next:
@@ -67,6 +85,8 @@ class Downstream(asyncio.Protocol):
     def _serve(self) -> None:
         if self._next and self._transport is not None and not self._transport.is_closing():
             request = self._next.popleft()
+            if not self._next:
+                self._transport.resume_reading()
             self._told_to_continue = False
             self._waiting = Waiter(self, request)
             self._accept(self._waiting, request)
@@ -83,7 +103,7 @@ class Downstream(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._serve_if_free)
 
     def _serve_if_free(self) -> None:
-        if self._waiting is None:
+        if self._waiting is None and not self._full:
             self._serve()
 
     def write(self, data: bytes) -> None:
@@ -132,7 +152,7 @@ class Waiter:
     def __init__(self, connection: Downstream, request: http1.Message) -> None:
         self.connection = connection
         self._request = request
-        self._begun = False
+        self.begun = False  # status and headers are out
         self._streams: bool | None = None
         self.alive = True
         self.on_gone: Callable[[], None] | None = None
@@ -151,8 +171,8 @@ class Waiter:
             self._streams = asks_for_stream(self._request)
         if not self.alive or not (self._streams or (plain and self._request.method == b"POST")):
             return
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             self.connection.write(EARLY_HEAD if self._streams else EARLY_JSON_HEAD)
         self.connection.write(PING if self._streams else BLANK)
 
@@ -162,15 +182,15 @@ class Waiter:
             self._streams = asks_for_stream(self._request)
         if not self.alive or not self._streams or not events:
             return
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             self.connection.write(EARLY_HEAD)
         self.connection.write(http1.chunk(events))
 
     def answer(self, answer: http1.Message) -> bool:
         """The whole answer. False if the harness is thereby shown an error of ours."""
         self.alive = False
-        if self._begun:
+        if self.begun:
             return self._finish_begun(answer)
         keep_alive = self._request.keep_alive
         headers = [(key, value) for key, value in answer.headers if key not in HIDDEN]

@@ -61,7 +61,7 @@ class Reader:
         self._buffer = bytearray()
         self._head: Message | None = None
         self._length = 0  # of the body; -1 = chunked, -2 = until the end of the connection
-        self._chunks: list[bytes] = []
+        self._chunked = bytearray()  # one buffer: a list of tiny chunks would take many times their size
         self._chunked_bytes = 0
         self.answers_head = False  # the response to come has no body
         self.wants_continue = False  # the client waits for `100 Continue` before it sends the body
@@ -105,7 +105,7 @@ class Reader:
     def _complete(self, body: bytes) -> Message:
         head = self._head
         assert head is not None
-        self._head, self._chunks, self._chunked_bytes = None, [], 0
+        self._head, self._chunked, self._chunked_bytes = None, bytearray(), 0
         self.wants_continue = False
         return Message(head.headers, body, head.keep_alive, head.method, head.target, head.status, head.reason)
 
@@ -170,7 +170,7 @@ class Reader:
                 size = _chunk_size(bytes(buffer[at:end]))
                 if size == 0:
                     done, at = self._trailer(end, at)
-                    return self._complete(b"".join(self._chunks)) if done else None
+                    return self._complete(bytes(self._chunked)) if done else None
                 if len(buffer) < end + 2 + size + 2:
                     self._bound(self._chunked_bytes + size)
                     return None
@@ -187,7 +187,7 @@ class Reader:
         if self.on_chunk is not None:
             self.on_chunk(chunk)
         else:
-            self._chunks.append(chunk)
+            self._chunked += chunk
 
     def _trailer(self, end: int, at: int) -> tuple[bool, int]:
         """After the last chunk: nothing, or trailer fields, which are dropped."""

@@ -34,10 +34,12 @@ CLIMBS = re.compile(rb"(^|/)(\.|%2e){1,2}(/|$)", re.IGNORECASE)
 RESEND = frozenset({502, 503})  # proxyd is there but can't yet
 # how the stream and the plain form of one request differ; within a JSON text the quotes would be escaped
 FORM = re.compile(rb'"stream"\s*:\s*(?:true|false)\s*,?\s*|"stream_options"\s*:\s*\{[^{}]*\}\s*,?\s*')
+REFUSED_KEPT, TOKENS_KEPT = 16, 16
 SENT_KEPT = 256  # answers per execution whose delivery may still turn out to have failed
 DROPPED = http1.HOP_BY_HOP | {b"host", b"expect", b"accept-encoding", b"x-gyre-call", SO_FAR}
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 2.0
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel takes
+MAX_CONNECTIONS_HERE = 16_384  # at the port that executions without walls share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,12 @@ class Account:
     waited_s: float = 0.0  # as proxyd says
     open: dict[bytes, list[Call]] = field(default_factory=dict)
     sent: dict[bytes, Sent] = field(default_factory=dict)  # the newest per request, oldest first
+    refused: dict[bytes, http1.Message] = field(default_factory=dict)  # refusals that are still to be shown
+    taken: set[bytes] = field(default_factory=set)  # tokens that proxyd has accepted
     closed: bool = False
     servers: list[asyncio.AbstractServer] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
+    connections: set[Downstream] = field(default_factory=set)  # through its own listening sockets
     _broken: int = 0
     _broken_since: float = 0.0
     _broken_s: float = 0.0
@@ -140,7 +145,7 @@ class Relay:
         loop = asyncio.get_running_loop()
         self._now = loop.time
         self._server = await loop.create_server(
-            lambda: Downstream(self.accept, self._connections), host, 0, backlog=1024
+            lambda: Downstream(self.accept, self._connections, MAX_CONNECTIONS_HERE), host, 0, backlog=1024
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -168,9 +173,12 @@ class Relay:
 
     async def adopt(self, execution: str, listener: socket.socket) -> None:
         """The same for a socket that listens already: one that was made in the network of the execution's sandbox."""
-        server = await asyncio.get_running_loop().create_server(self._only(execution), sock=listener)
         account = self._accounts.get(execution)
         if account is None:  # it ended meanwhile
+            listener.close()
+            return
+        server = await asyncio.get_running_loop().create_server(self._only(execution), sock=listener)
+        if account.closed:
             server.close()
         else:
             account.servers.append(server)
@@ -184,7 +192,8 @@ class Relay:
                 request = dataclasses.replace(request, target=prefix + request.target)
             self.accept(waiter, request)
 
-        return lambda: Downstream(accept, self._connections)
+        connections = self._accounts[execution].connections
+        return lambda: Downstream(accept, connections)
 
     def clock(self, execution: str) -> tuple[float, bool]:
         """(seconds to credit so far, whether a call is open)."""
@@ -200,6 +209,8 @@ class Relay:
             server.close()
         for path in account.paths:
             path.unlink(missing_ok=True)
+        for connection in list(account.connections):
+            connection.abort()
         for calls in list(account.open.values()):
             for call in calls:
                 call.stop()
@@ -235,7 +246,10 @@ class Relay:
             return
         key = _key(request)
         twins = account.open.get(key)
-        if twins and not self._attach(twins, waiter, request):
+        refusal = account.refused.pop(key, None)
+        if refusal is not None:
+            waiter.answer(refusal)
+        elif twins and not self._attach(twins, waiter, request):
             self._later(account, waiter, request, key)
         elif not twins:
             self._begin(account, waiter, request, key, self._undelivered(account, key, waiter))
@@ -368,9 +382,18 @@ class Relay:
             answer = await upstream.exchange(_forwarded(call), is_head=is_head, on_chunk=chunk)
         except Broken as error:
             return None, str(error)
-        if answer.status in RESEND:
+        if answer.status in RESEND or self._is_strange(call, answer):
             return None, f"proxyd answered {answer.status}"
         return (dataclasses.replace(answer, body=b"".join(end)) if end else answer), ""
+
+    def _is_strange(self, call: Call, answer: http1.Message) -> bool:
+        """Whether a 401 is another run's: a proxyd that was killed leaves its port to whoever listens next, which knows
+        our executions' tokens not. Ours has taken this token before.
+        """
+        token = call.request.header(b"authorization") or call.request.header(b"x-api-key")
+        if answer.status < 400 and len(call.account.taken) < TOKENS_KEPT:
+            call.account.taken.add(token)
+        return answer.status == 401 and token in call.account.taken
 
     def _deliver(self, call: Call) -> None:
         """To all who wait. With nobody there the answer stays for the retry."""
@@ -380,11 +403,26 @@ class Relay:
         alive = [w for w in call.waiters if w.alive]
         for waiter in alive:
             waiter.on_gone = None
+            if waiter.begun and 400 <= call.answer.status < 500 and not call.live.pieces:
+                self._refuse_again(call, waiter)
+                continue
             if not waiter.answer(call.answer):
                 call.account.errors += 1
             self._sent(call, waiter.connection)
         if alive:
             self._drop(call)
+
+    def _refuse_again(self, call: Call, waiter: Waiter) -> None:
+        """The status is gone out as 200 while the call waited, and only as a status is a refusal understood (a context
+        overflow makes a harness compact, an error event makes it give up). So cut: every harness then asks again, and
+        that is refused at once.
+        """
+        assert call.answer is not None
+        refused = call.account.refused
+        refused[call.key] = call.answer
+        if len(refused) > REFUSED_KEPT:
+            del refused[next(iter(refused))]
+        waiter.abort()
 
     def _sent(self, call: Call, connection: Downstream) -> None:
         sent = call.account.sent
