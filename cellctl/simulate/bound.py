@@ -121,11 +121,18 @@ def main() -> int:
     options.add_argument("--profile", default="qwengyre-2.4t", help="shipped profile or file")
     options.add_argument("--arm", help="whose durations groups have (default: the profile's first)")
     options.add_argument("--staleness", type=float, default=1.5)
+    options.add_argument("--hours-per-step", type=float, help="instead: the least mean staleness at these")
     options.add_argument("--steps", type=int, default=4, help="longest cycle that is looked at; 4 takes a minute")
     options.add_argument("--seeds", type=int, default=4)
     given = options.parse_args()
     profile = load(given.profile)
     hours = durations_h(profile, profile.arm(given.arm) if given.arm else profile.arms[0], given.seeds)
+    if given.hours_per_step:
+        for steps in range(1, given.steps + 1):
+            staleness = bound(profile, hours, given.hours_per_step, steps)
+            row = {"steps_per_cycle": steps, "hours_per_step": given.hours_per_step, "least_staleness": staleness}
+            print(json.dumps(row), flush=True)
+        return 0
     took = {a.name: mean_hours(profile, a.name, given.seeds) / profile.steps for a in profile.arms}
     for steps in range(1, given.steps + 1):
         least = least_hours(profile, hours, given.staleness, steps)

@@ -44,7 +44,7 @@ class Emulated(Run):
 
 def test_gyre_emulate_tells_what_was_lived_beside_what_was_predicted(tmp_path):
     words = ("emulate", "--profile", "bench/elastic.toml", "--steps", "2", "--seconds-per-hour", "1.5", "--seed", "2")
-    told = command("gyre", *words, "--json", run=tmp_path / "run")
+    told = command("gyre", *words, "--json", run=tmp_path / "run", timeout_s=240.0)  # starts ten daemons
     assert told.returncode == 0, told.stderr
     row = json.loads(told.stdout)
     assert row["arm"] == "elastic"
