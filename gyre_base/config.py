@@ -153,13 +153,14 @@ class TrainerConfig:
     piece_tokens: int = 16_384  # a longer micro-step is computed in such pieces: little memory, a third more time
     threads: int = 1  # of each rank
     tensor_parallel: int = 1  # ranks of every cell that share each layer: divides heads, key/value heads, vocabulary
+    pipeline_parallel: int = 1  # stages of every cell, each with its share of the layers: divides their number
     expert_parallel: int = 1  # ranks that share the experts: only 1 in this build (docs/adr/0017-long-micro-steps.md)
     context_parallel: int = 1  # ranks that share a sequence: only 1 in this build, long ones are computed in pieces
 
     @property
     def ranks(self) -> int:
         """Processes that train in one cell."""
-        return self.tensor_parallel
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +286,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.context_parallel": 1,
     "trainer.expert_parallel": 1,
     "trainer.piece_tokens": 1,
+    "trainer.pipeline_parallel": 1,
     "trainer.tensor_parallel": 1,
 }
 
@@ -416,7 +418,9 @@ def _check_cells(config: Config) -> None:
     if any(slots < 1 for slots in scheduler.cell_slots):
         raise ConfigError("scheduler.cell_slots must be at least 1 each")
     if config.engine.kind == "emulate" and config.trainer.ranks > 1:
-        raise ConfigError("an emulated trainer is one process: trainer.tensor_parallel needs another engine.kind")
+        raise ConfigError(
+            "an emulated trainer is one process: trainer.tensor_parallel and pipeline_parallel need another engine.kind"
+        )
     if config.emulate.nodes and len(config.emulate.nodes) != cells:
         raise ConfigError(f"emulate.nodes must have one number per cell ({cells}), not {len(config.emulate.nodes)}")
     if scheduler.standalone_cells >= cells:

@@ -30,8 +30,10 @@ def device() -> torch.device:
     return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
 
 
-def start_parallel(*, tp: int = 1, rank: int = 0, store: Store | None = None, timeout_s: float = TIMEOUT_S) -> None:
-    """Join the process groups of one cell: `tp` ranks meet at `store` (one alone needs none). Once per process.
+def start_parallel(
+    *, tp: int = 1, pp: int = 1, rank: int = 0, store: Store | None = None, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Join the process groups of one cell: `tp * pp` ranks meet at `store` (one alone needs none). Once per process.
 
     No collective waits longer than about `timeout_s`. On GPUs a rank takes the one of its number.
     """
@@ -41,10 +43,12 @@ def start_parallel(*, tp: int = 1, rank: int = 0, store: Store | None = None, ti
         meeting = HashStore() if store is None else store
         backend = "gloo" if on_cpu() else "nccl"
         patience = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=tp, timeout=patience)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=tp * pp, timeout=patience)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60))
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         )
         # The tracker reads the CUDA random state even to do nothing; as a no-op it is honest because dropout is 0.
         tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=on_cpu())

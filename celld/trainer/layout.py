@@ -12,6 +12,7 @@ ONE = {  # of the layout, what is not built
     "context_parallel": "a long trajectory is computed in pieces of trainer.piece_tokens, by each rank",
 }
 SPLIT_BY_TENSOR = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+SPLIT_BY_PIPELINE = ("num_hidden_layers",)
 
 
 def check_layout(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
@@ -27,15 +28,13 @@ def check_layout(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
             f"trainer.tensor_parallel = {size} can't split a mixture of experts: megatron's needs Transformer Engine "
             "then; set 1"
         )
-    for entry in SPLIT_BY_TENSOR:
-        if (count := model.get(entry)) and count % size:
-            raise ConfigError(
-                f"trainer.tensor_parallel = {size} must divide the model's {entry} ({count}); "
-                f"it can be {_options([int(model[e]) for e in SPLIT_BY_TENSOR if model.get(e)])}"
-            )
+    _divides("trainer.tensor_parallel", size, SPLIT_BY_TENSOR, model)
+    _divides("trainer.pipeline_parallel", trainer.pipeline_parallel, SPLIT_BY_PIPELINE, model)
 
 
-def _options(counts: list[int]) -> str:
-    """Every size that divides all of them."""
-    sizes = [size for size in range(1, min(counts) + 1) if not any(count % size for count in counts)]
-    return ", ".join(map(str, sizes))
+def _divides(key: str, size: int, entries: tuple[str, ...], model: Mapping[str, Any]) -> None:
+    counts = {entry: int(model[entry]) for entry in entries if model.get(entry)}
+    for entry, count in counts.items():
+        if count % size:
+            sizes = [str(n) for n in range(1, min(counts.values()) + 1) if not any(c % n for c in counts.values())]
+            raise ConfigError(f"{key} = {size} must divide the model's {entry} ({count}); it can be {', '.join(sizes)}")

@@ -172,7 +172,13 @@ def _join(config: Config, number: int, store: Store | None) -> None:
     trainer = config.trainer
     if own_address(config.cluster.bind) == LOOPBACK:  # gloo would else listen where the network can reach it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cpu.start_parallel(tp=trainer.tensor_parallel, rank=number, store=store, timeout_s=config.cluster.stall_s)
+    cpu.start_parallel(
+        tp=trainer.tensor_parallel,
+        pp=trainer.pipeline_parallel,
+        rank=number,
+        store=store,
+        timeout_s=config.cluster.stall_s,
+    )
 
 
 def _tensors(run: RunDir, keys: Keys, config: Config, cell: str, number: int) -> tuple[Tensors, Bulk | None]:
@@ -228,9 +234,9 @@ async def _finish(rank: Rank) -> None:
     rank.may_claim.clear()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(rank.busy.acquire(), LEAVE_S)
-    if rank.core and rank.version is not None and rank.version.step and rank.saved[0] != str(rank.version):
-        if durable := await rank.save():
-            log.info("saved %s before leaving", durable.saved.version)
+    unsaved = rank.core and rank.version is not None and rank.version.step and rank.saved[0] != str(rank.version)
+    if unsaved and (durable := await rank.save()):
+        log.info("saved %s before leaving", durable.saved.version)
 
 
 def main() -> None:

@@ -24,10 +24,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from celld.trainer import cpu, layers, tree
+from celld.trainer import cpu, layers, pipeline, tree
 from celld.trainer.mapping import SPLIT, ModelError, Shape, from_hf, shard, to_hf, unshard
 from celld.weights import Array
 
+_LAYERS, _EMBEDDING, _OUTPUT = "decoder.layers.", "embedding.word_embeddings.weight", "output_layer.weight"
 LOGIT_ELEMENTS = 1 << 25  # rows x vocabulary of scores in hand; more rows are computed in pieces, and again backwards
 
 
@@ -41,7 +42,10 @@ class Policy:
         self.config, self.piece_tokens = config, piece_tokens
         self.shape = Shape.from_hf(config)
         self.tp, self.tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-        self.module = _build(self.shape, self.tp).to(cpu.device())
+        self.stages, self.stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
+        self._copies_embedding = self.shape.tie_word_embeddings and self.is_last and not self.is_first
+        self.module = _build(self.shape, self.tp, self.stages, self.stage).to(cpu.device())
         self._now = layers.share(self.module)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.gradient = torch.zeros(sum(p.numel() for p in self.parameters.values()), device=cpu.device())
@@ -51,13 +55,16 @@ class Policy:
         self, plan: tree.TreePlan, rows_N: Tensor, targets_N: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """(log-probability [N] of token `targets_N` after packed position `rows_N`, entropy [N] without gradient)."""
-        hidden_ND = self.hidden(plan)[rows_N]
+        return self.logprobs_of(self.hidden(plan)[rows_N], targets_N, temperature)
+
+    def logprobs_of(self, hidden_ND: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """`logprobs` from final states: what the last stage of a pipeline does with its own."""
 
         def of(hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
             return _log_softmax_at(self._scores(hidden_ND) / temperature, targets_N, self.tp_rank)
 
         rows = max(1, LOGIT_ELEMENTS * self.tp // self.shape.vocab_size)
-        if len(rows_N) <= rows:
+        if len(targets_N) <= rows:
             return of(hidden_ND, targets_N)
         pieces = zip(torch.split(hidden_ND, rows), torch.split(targets_N, rows), strict=True)
         logp, entropy = zip(*(layers.again(of, h, t) for h, t in pieces), strict=True)
@@ -69,38 +76,54 @@ class Policy:
 
     def hidden(self, plan: tree.TreePlan) -> Tensor:
         """Final states [T, D]."""
+        return self.states(plan)[:, 0]
+
+    def states(self, plan: tree.TreePlan, entering_T1D: Tensor | None = None) -> Tensor:
+        """What leaves this stage [T, 1, D]; `entering_T1D` is what left the one before, none for the first."""
+        self.begin(plan)
+        self.module.set_input_tensor(entering_T1D)
+        leaving_T1D: Tensor = self.module(
+            input_ids=plan.tokens_T[None], position_ids=plan.position_T[None], attention_mask=None
+        )
+        return leaving_T1D
+
+    def begin(self, plan: tree.TreePlan) -> None:
+        """The layers compute `plan` from now on, in the backward pass as well."""
         self._now.plan = plan
         self._now.piece_tokens = self.piece_tokens if len(plan) > self.piece_tokens else 0
         self.module.rotary_pos_emb.position_T = plan.position_T
-        hidden_T1D: Tensor = self.module(
-            input_ids=plan.tokens_T[None], position_ids=plan.position_T[None], attention_mask=None
-        )
-        return hidden_T1D[:, 0]
 
     def _scores(self, hidden_ND: Tensor) -> Tensor:
-        tied = self.module.embedding.word_embeddings.weight if self.shape.tie_word_embeddings else None
-        scores_N1V: Tensor = self.module.output_layer(hidden_ND[:, None], weight=tied)[0]
+        tied = self.shape.tie_word_embeddings and not self._copies_embedding
+        weight = self.module.embedding.word_embeddings.weight if tied else None
+        scores_N1V: Tensor = self.module.output_layer(hidden_ND[:, None], weight=weight)[0]
         return scores_N1V[:, 0]
 
     def finish_gradient(self) -> None:
         """Sum what the tensor-parallel ranks hold in part: the norms of queries and keys see only a rank's own heads.
 
-        Without this nothing fails and losses look right, but the ranks' copies of those weights drift apart.
+        Without this nothing fails and losses look right, but the ranks' copies of those weights drift apart. The last
+        stage's copy of a tied embedding gets the first one's gradient, and the other way round.
         """
         if self.tp > 1:
             for name, parameter in self.parameters.items():
                 if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
                     dist.all_reduce(parameter.grad, group=mpu.get_tensor_model_parallel_group())
+        if self.stages > 1 and self.shape.tie_word_embeddings and (self.is_first or self.is_last):
+            name = _OUTPUT if self.is_last else _EMBEDDING
+            dist.all_reduce(self.parameters[name].grad, group=mpu.get_embedding_group())
 
     def gradient_norm(self) -> float:
         """Of the whole gradient: parts of other ranks count, copies count once."""
-        if self.tp == 1:
+        if self.tp == 1 and self.stages == 1:
             return float(self.gradient.norm())
-        split = [p.grad for name, p in self.parameters.items() if name.endswith(SPLIT)]
-        whole = [p.grad for name, p in self.parameters.items() if not name.endswith(SPLIT)]
-        squares = torch.stack([g.square().sum() for g in split if g is not None]).sum()
-        dist.all_reduce(squares, group=mpu.get_tensor_model_parallel_group())
-        return float((squares + sum(g.square().sum() for g in whole if g is not None)).sqrt())
+        own = {name: p.grad for name, p in self.parameters.items() if not self._is_copy(name) and p.grad is not None}
+        split = torch.zeros((), device=self.gradient.device)
+        split += sum(gradient.square().sum() for name, gradient in own.items() if name.endswith(SPLIT))
+        dist.all_reduce(split, group=mpu.get_tensor_model_parallel_group())
+        squares = split + sum(gradient.square().sum() for name, gradient in own.items() if not name.endswith(SPLIT))
+        dist.all_reduce(squares, group=mpu.get_pipeline_model_parallel_group())
+        return float(squares.sqrt())
 
     def zero_gradient(self) -> None:
         self.gradient.zero_()
@@ -119,19 +142,21 @@ class Policy:
     def hf_tensors(self, values: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The weights (or `values` of the same names and shapes), whole, under Hugging Face names in a fixed order.
 
-        Collective over tensor-parallel ranks.
+        Collective over the ranks of the cell.
         """
         tensors: dict[str, Tensor] = {}
         for name, part in (self.parameters if values is None else values).items():
-            tensors.update(to_hf(name, self._whole(name, part.detach()), self.shape))
-        return dict(sorted(tensors.items()))
+            if not self._is_copy(name):
+                tensors.update(to_hf(self._global(name), self._whole(name, part.detach()), self.shape))
+        return dict(sorted(pipeline.joined(tensors).items()))
 
     def from_hf_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Inverse of `hf_tensors`: this rank's parts by parameter name. Raises ModelError if one is missing."""
         parts = {}
         for name in self.parameters:
             try:
-                parts[name] = shard(name, from_hf(name, tensors, self.shape), self.tp, self.tp_rank)
+                whole = from_hf(self._global(name), tensors, self.shape)
+                parts[name] = shard(name, whole, self.tp, self.tp_rank)
             except KeyError as error:
                 raise ModelError(f"the weights lack {error}") from None
         return parts
@@ -150,6 +175,19 @@ class Policy:
             parts = [torch.empty_like(part) for _ in range(self.tp)]
             dist.all_gather(parts, part.contiguous(), group=mpu.get_tensor_model_parallel_group())
         return unshard(name, parts)
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether another stage has this parameter too, and counts and saves it."""
+        return self._copies_embedding and name == _OUTPUT
+
+    def _global(self, name: str) -> str:
+        """The name that this parameter would have if there were one stage: megatron counts a stage's layers from 0."""
+        if self._is_copy(name):
+            return _EMBEDDING
+        if self.stage and name.startswith(_LAYERS):
+            number, rest = name.removeprefix(_LAYERS).split(".", 1)
+            return f"{_LAYERS}{int(number) + self.stage * self.shape.num_hidden_layers // self.stages}.{rest}"
+        return name
 
     def _view_gradients(self) -> None:
         at = 0
@@ -174,7 +212,7 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _build(shape: Shape, tp: int) -> GPTModel:
+def _build(shape: Shape, tp: int, stages: int, stage: int) -> GPTModel:
     config = TransformerConfig(
         num_layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
@@ -184,6 +222,7 @@ def _build(shape: Shape, tp: int) -> GPTModel:
         kv_channels=shape.head_dim,
         layernorm_epsilon=shape.rms_norm_eps,
         tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=stages,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -203,7 +242,9 @@ def _build(shape: Shape, tp: int) -> GPTModel:
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings and stages == 1,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
     )

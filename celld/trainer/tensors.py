@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from celld.trainer import cpu, gradients, loss, tree
+from celld.trainer import cpu, gradients, loss, pipeline, tree
 from celld.trainer.exchange import GradientExchange
 from celld.trainer.gradients import BatchSum, Computed
 from celld.trainer.model import Policy
@@ -32,7 +33,7 @@ from celld.weights import Array, Layout
 from gyre_base import messages as m
 from gyre_base.config import Config
 from gyre_base.ids import PolicyVersion
-from gyre_base.microstep import MicroStep
+from gyre_base.microstep import MicroStep, PackedExecution
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -117,15 +118,23 @@ class Tensors:
         stats = gradients.counts(step, alive, base_step)
         self.policy.zero_gradient()
         if alive:
-            plan = tree.plan(alive).to(self.policy.gradient.device)
-            goal = loss.targets(alive, base_step).to(self.policy.gradient.device)
-            logp_N, entropy_N = self.policy.logprobs(plan, goal.rows_N, goal.tokens_N, self.config.rollout.temperature)
-            total, sums = loss.loss_sum(logp_N, goal, self.options)
-            total.backward()  # type: ignore[no-untyped-call]
+            passes = [alive] if self.policy.stages == 1 else [[packed] for packed in alive]
+            stats |= self._forward_backward(passes, base_step)
             self.policy.finish_gradient()
-            stats |= sums | {"entropy": float(entropy_N[goal.owned_N].sum())}
         stats["compute_s"] = time.perf_counter() - began
         return Computed(self.policy.gradient.cpu().clone(), loss.weight_sum(step.executions), stats)
+
+    def _forward_backward(self, passes: list[list[PackedExecution]], base_step: int) -> dict[str, float]:
+        """Statistics on the last stage of the pipeline, none on the others. The executions of a pass are packed."""
+        device, temperature = self.policy.gradient.device, self.config.rollout.temperature
+
+        def loss_of(number: int, hidden_TD: Tensor) -> tuple[Tensor, dict[str, float]]:
+            goal = loss.targets(passes[number], base_step).to(device)
+            logp_N, entropy_N = self.policy.logprobs_of(hidden_TD[goal.rows_N], goal.tokens_N, temperature)
+            total, sums = loss.loss_sum(logp_N, goal, self.options)
+            return total, sums | {"entropy": float(entropy_N[goal.owned_N].sum())}
+
+        return pipeline.forward_backward(self.policy, [tree.plan(each).to(device) for each in passes], loss_of)
 
     def note(self, stats: Mapping[str, float]) -> None:
         """More statistics of the micro-step that is pending."""

@@ -10,9 +10,14 @@ from gyre_base.config import ConfigError, TrainerConfig
 from tests.trainer.conftest import SMALL
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_layout_that_divides_the_model_is_taken(size):
-    check_layout(TrainerConfig(tensor_parallel=size), SMALL.to_hf())
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_layout_that_divides_the_model_is_taken(tensor, pipeline):
+    check_layout(TrainerConfig(tensor_parallel=tensor, pipeline_parallel=pipeline), SMALL.to_hf())
+
+
+def test_stages_must_divide_the_layers():
+    with pytest.raises(ConfigError, match=r"pipeline_parallel = 3 must divide .*num_hidden_layers.*; it can be 1, 2$"):
+        check_layout(TrainerConfig(pipeline_parallel=3), SMALL.to_hf())
 
 
 @pytest.mark.parametrize(("size", "entry"), [(3, "num_attention_heads"), (4, "num_key_value_heads")])
@@ -37,9 +42,11 @@ def test_a_mixture_of_experts_is_not_split_by_tensor():
     "tree",
     [
         {"trainer": {"tensor_parallel": 0}},
+        {"trainer": {"pipeline_parallel": 0}},
         {"trainer": {"tensor_parallel": 2}, "engine": {"kind": "emulate"}},
+        {"trainer": {"pipeline_parallel": 2}, "engine": {"kind": "emulate"}},
     ],
 )
 def test_the_configuration_itself_is_checked(tree):
-    with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"trainer\.(tensor|pipeline)_parallel"):
         configuration.from_tree(tree)

@@ -25,7 +25,7 @@ from tests.trainer.world import STEP_S, World
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 6.0
-LAYOUTS = {"tp2": {"tensor_parallel": 2}}
+LAYOUTS = {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}}
 
 
 @contextlib.asynccontextmanager
@@ -131,7 +131,9 @@ async def test_a_cell_of_several_ranks_trains_what_one_rank_trains(tmp_path, pol
         await asyncio.gather(world.ended("c0"), world.ended("c1"))
         assert [world.processes[name].returncode for name in ("c0.1", "c1.1")] == [0, 0]
         config = configuration.from_json(world.run.path("run.json").read_text())
-        single = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, tensor_parallel=1))
+        single = dataclasses.replace(
+            config, trainer=dataclasses.replace(config.trainer, tensor_parallel=1, pipeline_parallel=1)
+        )
         world.run.write_atomic("run.json", configuration.to_json(single))
         world.ranks, world.processes = 1, {}
         world.start("c0")
@@ -192,6 +194,7 @@ async def test_a_lost_rank_takes_its_cell_along_and_nothing_is_trained_twice(tmp
         await world.ended("c1", PATIENCE_S * 4)
 
         # A leader killed: its follower ends by itself; the cell goes on from its checkpoint.
+        await world.until(lambda: any(retired.below == 2 for retired in fake.heard(m.BatchesRetired)))
         world.kill("c0")
         await world.ended("c0", PATIENCE_S * 4)
         world.start("c0")

@@ -1,0 +1,70 @@
+"""Real processes with some of the layers each, and some of each layer, train like one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from celld.tiny import model as tiny
+from tests.trainer import experts, layout_rank
+
+ROOT = Path(__file__).parents[2]
+
+
+def a_model(folder: Path, reference, kind: str) -> Path:
+    """The small model: its output matrix is its embedding, or is one of its own, or some of its layers have experts."""
+    if kind == "experts":
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(experts.config_of()))
+        save_file(dict(experts.twin().state_dict()), folder / "model.safetensors", {"format": "pt"})
+        return folder
+    tiny.save(reference, folder)
+    if kind == "untied":
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+        tensors = load_file(folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(9)
+        tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=generator) * 0.2
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "tp", "pp"), [("tied", 1, 2), ("untied", 1, 2), ("tied", 2, 2), ("experts", 1, 3)])
+def test_a_pipeline_trains_like_one_rank(tmp_path, policy, reference, kind, tp, pp):
+    from celld.trainer.model import Policy, read_config, read_tensors
+
+    model = a_model(tmp_path / "model", reference, kind)
+    command = [sys.executable, "-m", "tests.trainer.layout_rank", str(model), str(tmp_path / "store")]
+    outputs = [tmp_path / f"rank{number}" for number in range(tp * pp)]
+    processes = [
+        subprocess.Popen([*command, str(number), str(tp), str(pp), str(output)], cwd=ROOT)
+        for number, output in enumerate(outputs)
+    ]
+    alone = Policy(read_config(model))  # the fixture `policy` has joined the process group of this process
+    alone.load(read_tensors(model))
+    whole = asyncio.run(layout_rank.train(alone))
+    assert ("lm_head.weight" in whole["weights"]) is (kind == "untied")
+    assert [process.wait(timeout=500) for process in processes] == [0] * len(processes)
+
+    for number, output in enumerate(outputs):
+        rank = torch.load(output, weights_only=True)
+        assert rank["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+        for kind, bound in (("first", 1e-5), ("weights", 1e-5), ("moments", 1e-4)):
+            assert sorted(rank[kind]) == sorted(whole[kind])
+            for name, tensor in whole[kind].items():
+                assert (rank[kind][name] - tensor).norm() <= bound * tensor.norm() + 1e-7, (kind, name)
+        last = number // tp == pp - 1
+        for mine, theirs in zip(rank["stats"], whole["stats"], strict=True):
+            assert ("loss" in mine) is last  # only there the loss is known; what is counted is known everywhere
+            counted = {name: n for name, n in theirs.items() if name in mine and name != "compute_s"}
+            assert {name: mine[name] for name in counted} == pytest.approx(counted, rel=1e-4)
+    copies = [torch.load(output, weights_only=True)["weights"] for output in outputs]
+    assert all(torch.equal(copies[0][name], other[name]) for other in copies for name in copies[0])
