@@ -122,14 +122,14 @@ async def long_history(rig: Rig, tokens: int) -> list[float]:
     return costs
 
 
-async def small_calls(rig: Rig, count: int) -> float:
+async def small_calls(rig: Rig, count: int, at_once: int = 16) -> float:
     """CPU seconds per call: first calls of the executions of a group, which share their short prompt."""
     names = [f"small-{time.monotonic_ns()}-{n}" for n in range(count)]
     for name in names:
         await rig.world.cellctl.open(name)
     before = await settled(*rig.pids)
-    for at in range(0, count, 16):
-        batch = names[at : at + 16]
+    for at in range(0, count, at_once):
+        batch = names[at : at + at_once]
         await asyncio.gather(*(rig.call(n, body_of([{"role": "user", "content": LINES}], True), "c") for n in batch))
     cost = (await settled(*rig.pids) - before) / count
     for name in names:
@@ -193,21 +193,25 @@ async def small(rig: Rig) -> list[Figure]:
 
 
 async def shards(rig: Rig) -> list[Figure]:
-    """CPU per small call of two shards together, against one: runs of their own, asked in turn."""
-    count, rounds = (96, 3) if rig.quick else (320, 7)
+    """CPU per small call of two shards together, against one: runs of their own, asked in turn for the same calls.
+
+    Many at once, as where one shard would not do: what a process does anyway (timers, heartbeats) is for all of them.
+    """
+    count, rounds, at_once = (512, 7, 128) if rig.quick else (1024, 9, 128)
     costs: dict[int, list[float]] = {1: [], 2: []}
     async with contextlib.AsyncExitStack() as stack:
         rigs = {}
         for number in costs:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run"
-            limits = {"engine": {"context_length": 1 << 21}, "rollout": {"max_new_tokens": 128}}
-            world = World(folder, rig.tokenizer, **limits, proxyd={"shards": number})
+            limits = {"engine": {"context_length": 1 << 21, "max_running_requests": 8192}}
+            limits |= {"rollout": {"max_new_tokens": 128}, "proxyd": {"shards": number}}
+            world = World(folder, rig.tokenizer, **limits)
             rigs[number] = dataclasses.replace(rig, world=await stack.enter_async_context(world))
             await world.cellctl.serve(_named("a", rig.engine))
-            await small_calls(rigs[number], 64)
+            await small_calls(rigs[number], at_once)
         for _ in range(rounds):
             for number, its in rigs.items():
-                costs[number].append(await small_calls(its, count))
+                costs[number].append(await small_calls(its, count, at_once))
     one, two = costs.values()
     out = [figure("two_shards_cpu_ms", [1000 * c for c in two], "ms")]
     return [
