@@ -9,7 +9,8 @@ tokens over that of 16 k (4 where it grows with the tokens, 16 with their square
 decode: the same model and tokens in transformers, which lives in an environment of its own under DIR, made on first
 use; without DIR these figures are left out. pull:
 256 MiB of weights by celld's default transport, checked, against one plain `sendall`, between two processes; and by
-Mooncake's TCP. stream: two cells, one three times as fast, sleeping for their computation.
+Mooncake's TCP. switch: a tiny engine of 0.1 GB with calls in flight turns and comes back, by phase. stream: two cells,
+one three times as fast, sleeping for their computation.
 
 trees, step and decode are CPU seconds of one thread, so a busy machine matters little; pull and stream are wall time,
 the sides of each ratio in turns. Exit code 1 if a target is missed.
@@ -32,6 +33,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
@@ -327,6 +329,28 @@ def _plain(port: int, into: bytearray) -> None:
             view = view[count:]
 
 
+# ---- switches -------------------------------------------------------------------------------------------------------
+
+
+def switch(_peers: Path | None) -> list[Figure]:
+    """A cell of 0.1 GB turns to training and back, with calls in flight; each phase with what bounds it."""
+    from bench.celld_rig import switch as rig
+
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
+        size, there, back = asyncio.run(rig.switches(Path(folder)))
+        disks = [rig.disk_s(Path(folder), size) for _ in range(3)]
+    for name, rounds in (("to training", there), ("to serving", back)):
+        for phase in rounds[0]:
+            seconds = median(phases[phase] for phases in rounds)
+            say(f"{name}, {size / 1e6:.0f} MB: {phase} {1e3 * seconds:.0f} ms, bound by {rig.BOUNDS[phase]}")
+    writes = [phases["write"] / min(disks) for phases in back]
+    return [
+        figure("switch_to_train_s", [sum(phases.values()) for phases in there], "s"),
+        figure("switch_to_rollout_s", [sum(phases.values()) for phases in back], "s"),
+        figure("switch_write_vs_disk", writes, "ratio"),
+    ]
+
+
 # ---- streaming ------------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +378,7 @@ GROUPS: dict[Callable[[Path | None], list[Figure]], tuple[str, ...]] = {
     long_run: ("long_run_memory_64k_vs_16k", "pieces_memory_vs_whole_4k", "pieces_time_vs_whole_4k"),
     step: ("step_vs_transformers",),
     pull: ("pull_vs_socket_256mib", "mooncake_pull_vs_socket_256mib", "repull_ms"),
+    switch: ("switch_to_train_s", "switch_to_rollout_s", "switch_write_vs_disk"),
     stream: ("stream_vs_ideal_1to3", "static_split_vs_ideal_1to3"),
     decode: ("tiny_decode_vs_transformers",),
 }

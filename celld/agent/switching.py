@@ -51,14 +51,21 @@ class Switcher:
 
     async def pull(self, at_least: str = "") -> tuple[str, Path]:
         """The core's newest weights as a directory that an engine can load. Waits until the core has `at_least`."""
+        await self._fetch(at_least)
+        return await self._written()
+
+    async def _fetch(self, at_least: str) -> None:
         while True:
             have = self._held.version if self._held is not None else ""
             self._held = await self._transport.pull(have, PULL_S) or self._held
             assert self._held is not None
             if not at_least or PolicyVersion.parse(self._held.version) >= PolicyVersion.parse(at_least):
-                break
+                return
             await asyncio.sleep(0.05)
+
+    async def _written(self) -> tuple[str, Path]:
         held = self._held
+        assert held is not None
         target = await asyncio.to_thread(held.write_hf, self._folder / held.version, self._model_config)
         for old in self._folder.iterdir():
             if old.name != held.version and not old.name.startswith("."):
@@ -88,7 +95,9 @@ class Switcher:
             with watch.phase("resume_weights"):
                 await engine.resume(("weights",))
         with watch.phase("pull"):
-            served, folder = await self.pull(at_least=version)
+            await self._fetch(version)
+        with watch.phase("write"):
+            served, folder = await self._written()
         with watch.phase("load"):
             if update_only:
                 await engine.pause("retract")  # a request that strays in would keep the flush from being done

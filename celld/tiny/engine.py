@@ -89,6 +89,7 @@ class Engine:
         self._version = version
         self._model_path = runner.weights.path if runner.weights else Path()
         self._paused = False
+        self._weights_due = False  # memory for weights was taken again, and none are in it yet
         self._updating = False  # an open begin/end_weight_update session
         self._requests: dict[str, Request] = {}
         self._looking: list[Request] = []  # for their prefix among other engines; the scheduler does not know them yet
@@ -172,6 +173,12 @@ class Engine:
     def proceed(self) -> None:
         """Step again."""
         self._paused = False
+        self._read_again()
+
+    def _read_again(self) -> None:
+        if self._weights_due:
+            self._weights_due = False
+            self._runner.resume_weights()
 
     def flush(self) -> bool:
         """Forget cached prefixes; False while requests run, or wait without a pause."""
@@ -191,13 +198,16 @@ class Engine:
             self._scheduler.forget_cache()
             self._runner.release_pool()
         if "weights" in tags:
+            self._weights_due = False
             self._scheduler.forget_cache()
             self._runner.release_weights()
 
     def resume(self, tags: tuple[str, ...]) -> None:
-        """Take memory again. Weights come back from where they were read, unless that file has changed."""
-        if "weights" in tags:
-            self._runner.resume_weights()
+        """Take memory again. Weights come back from where they were read, unless that file has changed: in a pause only
+        when it ends, because an update mostly comes before and would read others over them."""
+        self._weights_due = self._weights_due or "weights" in tags
+        if not self._paused:
+            self._read_again()
         if "kv_cache" in tags:
             self._runner.resume_pool()
 
@@ -209,7 +219,7 @@ class Engine:
                 "can't be flushed: pause with retract or abort, or send flush_cache false"
             )
         self._runner.load(path)
-        self._model_path = path
+        self._model_path, self._weights_due = path, False
         if self._shared is not None:
             self._shared[0].clear()  # nobody asks for what old weights computed
         if flush:
@@ -236,6 +246,7 @@ class Engine:
 
     def checksums(self) -> dict[str, str]:
         """A digest per tensor of the weights that are served."""
+        self._read_again()
         if self._runner.weights is None:
             raise Refused("the weights are released")
         return self._runner.weights.checksums

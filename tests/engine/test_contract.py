@@ -391,6 +391,19 @@ async def test_an_engine_that_released_everything_serves_again_with_new_weights(
     assert answer["output_ids"] == (await other.generate(ids))["output_ids"] != before["output_ids"]
 
 
+@needs_a_model("it has no weights")
+@only_tiny("the real engine's weights are undefined until an update")
+async def test_memory_taken_again_in_a_pause_has_the_old_weights_when_the_pause_ends(engine: Caller):
+    ids = prompt(30, seed=31)
+    before = await engine.generate(ids, cache_salt="paused")
+    await engine.control.pause("abort")
+    await engine.control.release()
+    await engine.control.resume()
+    held = asyncio.create_task(engine.generate(ids, cache_salt="paused again"))
+    await engine.control.proceed()
+    assert (await held)["output_ids"] == before["output_ids"]
+
+
 @pytest.mark.parametrize(("mode", "flush"), [("retract", True), ("in_place", False)])
 async def test_an_update_in_a_pause_splits_the_answer_into_version_spans(
     engine: Caller, models: tuple[Path, Path], mode: Any, flush: bool
