@@ -30,6 +30,12 @@ def device() -> torch.device:
     return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
 
 
+def use(device: torch.device) -> None:
+    """For a thread that works on it: CUDA's present device is each thread's own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def start_parallel(
     *, tp: int = 1, pp: int = 1, rank: int = 0, store: Store | None = None, timeout_s: float = TIMEOUT_S
 ) -> None:

@@ -133,7 +133,7 @@ async def _follow(run: RunDir, cell: str, number: int, meet: str) -> None:
     await follower.leave()
     tensors.close()
     server.close()
-    if failed:
+    if failed or tensors.computing:
         _end(name)
 
 
@@ -216,7 +216,7 @@ async def _until(service: Service, over: asyncio.Event) -> bool:
 
 def _end(name: str) -> NoReturn:
     """At once: a collective whose other side is lost would keep its thread, and so the process, for minutes."""
-    log.critical("%s failed; see above", name)
+    log.critical("%s ends in the middle of its work", name)
     logging.shutdown()
     os._exit(1)
 

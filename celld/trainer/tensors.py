@@ -58,7 +58,8 @@ class Tensors:
         self.settled.set()
         self.computing = False
         self._gathered: list[tuple[tuple[str, ...], Computed]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+        device = policy.gradient.device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensors", initializer=cpu.use, initargs=(device,))
 
     async def obey(self, order: Any, arrays: Mapping[str, Array] | None = None) -> Any:
         """One order of the leader; `arrays` are what a `TakeTensors` is about, on the leader alone.
