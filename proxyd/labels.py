@@ -108,7 +108,8 @@ class Labels:
         for known in self._known.values():
             if root in known.roots and known.agent.role != "side" and not self._other(known, hints):
                 return known.agent, root, []
-        agent = self._named(hints.agent) or self._started(texts, hints)
+        late = hints.role == "sub-agent" or (not hints.role and self._is_strange(root, conversation))
+        agent = self._named(hints.agent) or self._started(texts, late)
         if agent is not None:
             found = self._compacted(root, conversation)
             return self._join(agent, root, hints), root, [found[1]] if found and found[1] else []
@@ -148,9 +149,17 @@ class Labels:
         """Whether headers say that this is not the agent, however alike their prompts are."""
         return hints.role == "sub-agent" and bool(hints.agent) and known.named not in ("", hints.agent)
 
-    def _started(self, texts: list[str], hints: Hints) -> Agent | None:
-        """The sub-agent of the tool call that gave one of these texts as an argument."""
-        for table in (self._arguments, self._late) if hints.role == "sub-agent" else (self._arguments,):
+    def _is_strange(self, root: Root, conversation: Conversation) -> bool:
+        """Whether it works (with tools) under a system prompt that the main agent never had: no history of that one's
+        begins so. An agent in the background may send its first request after the result that says it was launched.
+        """
+        return bool(conversation.tools) and not any(
+            r.system == root.system for k in self._known.values() if k.agent.role == "main" for r in k.roots
+        )
+
+    def _started(self, texts: list[str], late: bool) -> Agent | None:
+        """The sub-agent of the tool call that gave one of these texts as an argument; `late`: also of answered ones."""
+        for table in (self._arguments, self._late) if late else (self._arguments,):
             for text in texts:
                 for call in table.get(_hex(text.strip()), ()):
                     if f"sub-{call}" not in self._known:

@@ -46,6 +46,25 @@ def test_a_tool_call_that_was_answered_starts_no_sub_agent(chat: ChatModel) -> N
     assert plan.agent.role == "unlabelled"
 
 
+def test_an_agent_in_the_background_is_known_though_its_call_was_answered_before(chat: ChatModel) -> None:
+    """By its own system prompt and tools: a history of the main agent's with the same text is none."""
+    run = Execution(chat)
+    node, _ = run.turn([SYSTEM, TASK], call_text("task", {"prompt": "Write f2.py"}))
+    call = node.spoken.calls[0].id
+    run.turn([SYSTEM, TASK, echo(node), Message("tool", "launched", call_id=call)], "ok")
+    order, tools = Message("user", "Write f2.py"), b'[{"type":"function","function":{"name":"f"}}]'
+    for number, (system, given, role) in enumerate(
+        [
+            (Message("system", "You summarise."), b"", "unlabelled"),
+            (SYSTEM, tools, "unlabelled"),
+            (SUB, tools, "sub-agent"),
+        ]
+    ):
+        plan = run.forest.plan(f"b{number}", Conversation((system, order), given), Hints())
+        assert plan.agent.role == role, (system, given)
+    assert plan.agent.parent == call
+
+
 def test_a_summary_is_known_when_its_answer_is_quoted(chat: ChatModel) -> None:
     run = Execution(chat)
     node, _ = run.turn([SYSTEM, TASK], call_text("read_file", {"path": "f1.md"}))
