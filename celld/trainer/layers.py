@@ -10,12 +10,13 @@ computes one layer at a time again, attention row by row, the rest of the layer 
 `piece_tokens`, and the log-probabilities in pieces of `LOGIT_ELEMENTS` (`celld.trainer.model`).
 
 Bytes above weights and gradients, in fp32, for T tokens, width D, L layers, Q = heads x head size, K the same of keys:
-    4 T (2 L D  +  about 10 D + 6 Q + 8 K)   kept, and one layer's attention in hand
+    4 T (2 L D  +  about 16 (D + Q + 2 K))    kept, and one layer's attention in hand (16: measured)
     + 4 P (D + 6 F)                           one piece of P tokens, F the width of its MLP
     + one mask and one row of scores (`celld.trainer.tree`), + four times 4 * LOGIT_ELEMENTS
-So it grows with T alone, never with T^2 or T V. Pieces with keys and values kept across them (and their gradients
-summed from the last piece to the first) would need as much: 4 T L 4K, where 2K is D in Qwen3; this is the same memory
-with no gradient of our own. Time: about a third more, attention two thirds.
+So what is kept grows with T alone, never with T^2 or T V (docs/trainer.md has a measurement of the peak). Pieces with
+keys and values kept across them (and their gradients summed from the last piece to the first) would need as much: 4 T L
+4K, where 2K is D in Qwen3; this is the same memory with no gradient of our own. Time: about a third more, attention two
+thirds and more.
 """
 
 from __future__ import annotations
