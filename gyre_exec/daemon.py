@@ -11,11 +11,8 @@ import contextlib
 import logging
 import os
 import resource
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +31,15 @@ from gyre_exec.core import ExecutorCore, Held, Limits
 from gyre_exec.evaluator import evaluate
 from gyre_exec.fields import TaskError
 from gyre_exec.gitobjects import SnapshotError
-from gyre_exec.harness import Adapter, Launch, adapter_for, showing
+from gyre_exec.harness import Adapter, adapter_for, showing
 from gyre_exec.progress import Progress, Running
-from gyre_exec.quota import Watch, Watched
+from gyre_exec.quota import Watch
 from gyre_exec.relay import Relay
 from gyre_exec.snapshot import Store
+from gyre_exec.starting import Harnesses
 from gyre_exec.tasks import Task, from_order
 from gyre_exec.upstream import Address, Upstreams, address_of
-from gyre_exec.workspace import MARK, SOCKET, CommandLine, Settings, Workspace, WorkspaceError, kinds
+from gyre_exec.workspace import Settings, Workspace, WorkspaceError, kinds
 
 log = logging.getLogger(__name__)
 SMALL_BYTES = 1 << 20  # a workspace up to this size is written at once, a larger one beside the loop
@@ -49,7 +47,6 @@ HELLO_S = 10.0
 STDERR_CHARS = 400
 ANSWER_S = 0.1  # for an answer to get out before the end
 STOP_GRACE_S = 2.0
-WARNING_S = 10.0
 
 
 class Executor(daemon.Shell):
@@ -77,20 +74,18 @@ class Executor(daemon.Shell):
         self.relay = Relay(Upstreams(self._find_proxyd, settings.proxyd.shards))
         self._tasks_of: dict[str, Task] = {}
         self._workspaces: dict[str, Workspace] = {}
-        self._children: dict[str, children.Child] = {}
-        self._warnings: dict[str, tuple[str, ...]] = {}
+        self.harnesses = Harnesses(settings, keys, adapter, self.relay, self.spawn)
         self.store = Store(run.root)
         self._starts: dict[str, str] = {}  # commits of what executions were given
         self._catalogue: dict[str, dict[str, Any]] | None = None
         self._janitor: asyncio.Queue[Path] = asyncio.Queue()
-        self._start_folder = str(Path.cwd())
         self._kind = kinds()[settings.tasks.workspace]
         self._places = places_of(settings.tasks)
         self._printed = settings.tasks.printed_mib << 20
         self._watch = Watch(
             disk_bytes=settings.tasks.disk_mib << 20,
             processes=settings.tasks.processes,
-            running=self._running,
+            running=self.harnesses.watched,
             over=lambda name, why: self.post(e.OverQuota(execution=name, why=why)),
             root=run.path("executions"),
         )
@@ -110,11 +105,11 @@ class Executor(daemon.Shell):
             case e.Start(execution=name):
                 await self._start(name)
             case e.ReadClock(execution=name):
-                if name in self._children:
+                if name in self.harnesses.children:
                     waited_s, call_open = self.relay.clock(name)
                     self.post(e.ClockRead(execution=name, waited_s=waited_s, call_open=call_open))
             case e.StopHarness(execution=name, now=now):
-                self._stop(name, now)
+                self.harnesses.stop(name, now=now)
             case e.Evaluate(execution=name, time_up=time_up):
                 self.spawn(self._evaluate(name, time_up))
             case e.Settle(execution=name):
@@ -182,101 +177,30 @@ class Executor(daemon.Shell):
         return self._catalogue[task]
 
     async def _start(self, name: str) -> None:
-        place, task = self._workspaces[name], self._tasks_of[name]
         self.relay.open(name)
-        launch = Launch(
-            execution=name,
-            task=task,
-            workspace=place.inside,
-            folder=place.harness_inside,
-            host_folder=place.harness,
-            base_url=place.base_url(name, self.relay.base_url(name)),
-            token=self.keys.token(name),
-            model=self.settings.model.served_name,
-            start_folder=self._start_folder,
-            context_tokens=self.settings.engine.context_length,
-            max_new_tokens=self.settings.rollout.max_new_tokens,
-        )
         try:
-            self.adapter.prepare(launch)
-            line = place.command(self.adapter.argv(launch), self.adapter.env(launch))
-            if line.relay_socket is not None:
-                await self.relay.listen(name, line.relay_socket)
-            child, err = self._spawn(name, line)
+            child, err = await self.harnesses.start(name, self._tasks_of[name], self._workspaces[name])
         except (OSError, ValueError, WorkspaceError) as error:
             self.relay.close(name)
             self._broken(name, WorkspaceError(f"the harness can't be started: {error}"))
             return
         began_at = self.clock.now()
-        self._children[name] = child
-        self._warnings[name] = line.warning
         with contextlib.suppress(OSError):
             keeping.note_pid(self.folder(name), self.name, child.pid)
         child.exited.add_done_callback(lambda exited: self._harness_ended(name, exited, err))
         self.post(e.Started(execution=name, pid=child.pid, at=began_at))
 
-    def _spawn(self, name: str, line: CommandLine) -> tuple[children.Child, children.Sink]:
-        folder = self.folder(name)
-        out, err = (children.Sink(folder / stream, self._printed) for stream in ("stdout", "stderr"))
-        ours, theirs = socket.socketpair() if line.hands_over else (None, None)
-        try:
-            child = children.spawn(
-                line.argv if theirs is None else [str(theirs.fileno()) if w == SOCKET else w for w in line.argv],
-                cwd=self._workspaces[name].root,
-                env={**line.env, MARK: f"{folder}/"} if line.walled else line.env,
-                stdout=out,
-                stderr=err,
-                marker=f"{folder}/",
-                pass_fds=() if theirs is None else (theirs.fileno(),),
-                walled=line.walled,
-            )
-        except OSError:
-            if ours is not None:
-                ours.close()
-            raise
-        finally:
-            if theirs is not None:
-                theirs.close()
-        if ours is not None:
-            self.spawn(self._adopt(name, ours))
-        if not line.walled:  # walls have set their own
-            with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (self._watch.disk_bytes, self._watch.disk_bytes))
-        return child, err
-
-    async def _adopt(self, name: str, line: socket.socket) -> None:
-        """The sandbox's listening socket comes over `line`, or its end says that there is no sandbox."""
-        with line:
-            line.setblocking(False)
-            await readable(line)
-            _, descriptors, _, _ = socket.recv_fds(line, 1, 1)
-        for descriptor in descriptors:
-            await self.relay.adopt(name, socket.socket(fileno=descriptor))
-
-    def _running(self) -> list[Watched]:
-        places = self._workspaces
-        return [Watched(n, child.pid, (places[n].root, places[n].harness)) for n, child in self._children.items()]
-
     def _in_progress(self) -> list[Running]:
         held, places, tasks = self.core.held, self._workspaces, self._tasks_of
         return [
-            Running(execution=n, task=tasks[n], place=places[n], started_at=held[n].started_at) for n in self._children
+            Running(execution=n, task=tasks[n], place=places[n], started_at=held[n].started_at)
+            for n in self.harnesses.children
         ]
-
-    def _stop(self, name: str, now: bool) -> None:
-        child = self._children.get(name)
-        if child is not None and now:
-            child.kill()
-        elif child is not None and self._warnings.get(name):
-            self.spawn(_run_briefly(self._warnings[name]))
-        elif child is not None:
-            child.warn()
 
     def _harness_ended(self, name: str, exited: asyncio.Future[int], err: children.Sink) -> None:
         if exited.cancelled() or self.stopping.is_set():
             return
-        del self._children[name]
-        self._warnings.pop(name, None)
+        self.harnesses.ended(name)
         account, waited_s = self.relay.close(name)
         self.post(
             e.HarnessEnded(
@@ -446,7 +370,7 @@ class Executor(daemon.Shell):
         """What the infrastructure has cost it so far: its limit moves by as much."""
         if held.end is not None:
             return held.end.waited_s
-        return self.relay.clock(name)[0] if name in self._children else 0.0
+        return self.relay.clock(name)[0] if name in self.harnesses.children else 0.0
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -494,36 +418,6 @@ def places_of(tasks: config.TaskConfig) -> Settings:
         file_bytes=tasks.disk_mib << 20,
         processes=tasks.processes,
     )
-
-
-async def _run_briefly(argv: Sequence[str]) -> None:
-    """A word to another program. It may fail: the limit holds without it."""
-    try:
-        process = await asyncio.create_subprocess_exec(*argv, stdin=subprocess.DEVNULL)
-    except OSError as error:
-        log.warning("%s can't be started: %s", argv[0], error)
-        return
-    try:
-        await asyncio.wait_for(process.wait(), WARNING_S)
-    except TimeoutError:
-        process.kill()
-
-
-async def readable(sock: socket.socket) -> None:
-    """Until there is something to read, or the end."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-
-    def come() -> None:
-        loop.remove_reader(sock)
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(sock, come)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(sock)
 
 
 def _tidy_all(batch: list[Path], keep: bool, limit: int) -> None:
