@@ -14,10 +14,11 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MAIN, SUB = "PLAN-MAIN", "PLAN-SUB-"
+MAIN, SUB, FORK = "PLAN-MAIN", "PLAN-SUB-", "PLAN-FORK-"
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 SUMMARY = "Done so far:"
 PROOF = re.compile(r"PROOF-\w+")
+WRITE = 'printf 0123456789 > answer; echo "PROOF"-written'  # what is scored
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Mind:
     def answer(self, prompt: str) -> tuple[str, Step]:
         """What comes after this prompt (which ends where an answer begins). Raises AssertionError at a strange one."""
         turns = [Turn(role, text) for role, text in TURN.findall(prompt)]
-        heard = "\n".join(t.text for t in turns if t.heard)
+        heard = "\n".join(t.text for t in turns[turns[0].role == "system" :] if t.heard)  # the head proves nothing
         if (words := self.side(turns)) is not None:
             return words, Step("side", words)
         proofs = dict.fromkeys(PROOF.findall(heard))
@@ -76,7 +77,9 @@ class Mind:
         return (step.say if isinstance(step.say, str) else step.say(heard)), step
 
     def _who(self, turns: Sequence[Turn]) -> str:
-        """The mark of an agent: the first in what users said."""
+        """The mark of an agent: the first in what users said. A fork's history begins with that of another."""
+        if forked := re.search(rf"{FORK}(\w+)", "\n".join(t.text for t in turns if t.heard)):
+            return f"{SUB}{forked[1]}"
         for turn in turns:
             found = (
                 re.search(rf"{MAIN}|{SUB}\w+", turn.text)
@@ -104,7 +107,7 @@ def plan(shell: Callable[[str], str], agents: Sequence[Step], fill: str = "", en
         Step("is held", shell(proof("held")), "PROOF-held", "away"),
         Step("loses its engine", shell(proof("lost")), "PROOF-lost", "die"),
         Step("loses proxyd", shell(proof("again")), "PROOF-again", "kill"),
-        Step("writes", shell(f"printf 0123456789 > answer; {proof('written')}"), "PROOF-written"),
+        Step("writes", shell(WRITE), "PROOF-written"),
         Step("ends", ends),
     ]
 

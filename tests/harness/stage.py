@@ -1,7 +1,10 @@
 """A real harness in a sandbox without network, its relay, a real proxyd and two scripted engines, with troubles.
 
 A step's trouble befalls the first answer to it, after a few of its tokens: the engine stops there until the trouble
-has happened. Nothing of it may be seen by the harness.
+has happened. Nothing of it may be seen by the harness. A trouble may also be that another step must have been said
+first (`after <step>`): so an order that depends on the harness's own haste is made certain.
+
+GYRE_TEST_DELIVERY=live plays everything with live delivery.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from trajtools.check import check
 EXECUTION = "run.0"
 TOKENS_BEFORE_TROUBLE = 4
 AWAY_S = 2.0
+SETTLES_S = 1.0  # for a harness to take in what was said to it
+DELIVERY = os.environ.get("GYRE_TEST_DELIVERY", "durable")
 
 
 @dataclass
@@ -47,7 +52,10 @@ class Engine(FakeEngine):
         except BaseException as error:
             self.stage.give_up(error)
             raise
-        return await super()._generate(http)
+        response = await super()._generate(http)
+        if body["rid"] not in self.aborted:
+            self.stage.said.append(self.step_of[body["rid"]].name)
+        return response
 
     async def _wait_to_go_on(self, rid: str, sent: int) -> None:
         assert self.stage is not None
@@ -65,7 +73,7 @@ class Stage(World):
     def __init__(self, root: Path, tokenizer: Path, mind: Mind, harness: tuple[str, ...], **overrides: Any) -> None:
         tree: dict[str, Any] = {
             "engine": {"context_length": 64_000},
-            "rollout": {"max_new_tokens": 4096},
+            "rollout": {"max_new_tokens": 4096, "delivery": DELIVERY},
             "tasks": {"workspace": "bwrap", "harness": list(harness), "harness_limit_s": 240.0},
         }
         for section, values in overrides.items():
@@ -73,6 +81,7 @@ class Stage(World):
         super().__init__(root, tokenizer, **tree)
         self.mind, self.epoch = mind, 0
         self.happened: list[str] = []
+        self.said: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._wrong: asyncio.Future[None] | None = None
         self._opening = list(self.chat.opening.ids)
@@ -94,14 +103,23 @@ class Stage(World):
         return next(n for n in range(len(ids), 0, -1) if ids[n - len(opening) : n] == opening)
 
     def cause(self, trouble: str, engine: Engine) -> asyncio.Task[None]:
-        """Begin one of: switch, kill, drop, die, away."""
-        self._tasks.append(asyncio.create_task(getattr(self, f"_{trouble}")(engine)))
+        """Begin one of: switch, kill, drop, die, away, "after <step>"."""
+        word, _, step = trouble.partition(" ")
+        happens = self._after(step) if word == "after" else getattr(self, f"_{trouble}")(engine)
+        self._tasks.append(asyncio.create_task(happens))
         return self._tasks[-1]
 
     def give_up(self, error: BaseException) -> None:
         """The model does not know what to say: the harness would wait for it for ever."""
         if self._wrong is not None and not self._wrong.done():
             self._wrong.set_exception(error)
+
+    async def _after(self, step: str) -> None:
+        """Another agent's step must have been said."""
+        assert step in {s.name for s in self.mind.steps()}, f"no step is called {step!r}"
+        while step not in self.said:  # noqa: ASYNC110 - it is said by a handler of a request
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(SETTLES_S)
 
     async def _switch(self, engine: Engine) -> None:
         """Its cell leaves for training: what runs there goes on elsewhere."""
@@ -178,10 +196,10 @@ class Stage(World):
             return await super().stop_proxyd(how, shard)
         return 0
 
-    def verify(self, done: m.ExecutionFinished) -> None:
+    def verify(self, done: m.ExecutionFinished, exit_code: int = 0) -> None:
         """What holds of every run: it ended well, saw no error, and its call log keeps every rule."""
         why = f"{done}\n{self.printed()[-3000:]}"
-        assert (done.outcome, done.exit_code, done.score) == (Outcome.SCORED, 0, 1.0), why
+        assert (done.outcome, done.exit_code, done.score) == (Outcome.SCORED, exit_code, 1.0), why
         assert done.harness_errors == 0, why
         report = check(self.run.path("calls"))
         assert report.ok, "\n".join(report.lines())
@@ -201,22 +219,30 @@ class Stage(World):
 
         Raises AssertionError if a step was said twice: then a call was sampled again.
         """
+        rows = self.rows()
+        assert len(dict(rows)) == len(rows), f"sampled twice: {sorted(step for step, _ in rows)}"
+        return dict(rows)
+
+    def rows(self) -> list[tuple[str, tuple[str, str, str]]]:
+        """The same of every call, for a harness that asks for a step twice itself."""
         calls = self.calls(EXECUTION)
         relabelled = {n.extra["call"]: n.extra["label"] for n in self.notes(EXECUTION) if n.text == "relabel"}
         steps = {name: self.planned(call.prompt_ids.tolist())[1].name for name, call in calls.items()}
-        assert len(set(steps.values())) == len(steps), f"sampled twice: {sorted(steps.values())}"
 
         def made(tool_call: str) -> str:
             return next((steps[name] for name in calls if name.replace("-", "") in tool_call), tool_call)
 
-        return {
-            steps[name]: (
-                relabelled.get(name, call.label),
-                steps.get(call.parent or "", "-"),
-                made(call.agent.parent) if call.agent.parent else "-",
+        return [
+            (
+                steps[name],
+                (
+                    relabelled.get(name, call.label),
+                    steps.get(call.parent or "", "-"),
+                    made(call.agent.parent) if call.agent.parent else "-",
+                ),
             )
             for name, call in calls.items()
-        }
+        ]
 
 
 def own_connections(port: int) -> Iterator[socket.socket]:

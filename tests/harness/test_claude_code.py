@@ -4,53 +4,41 @@ from __future__ import annotations
 
 import json
 
-from tests.harness.mind import MAIN, SUB, Mind, Step, call, plan, sub
-from tests.harness.stage import Stage, task
+import pytest
+
+from tests.harness import plays
+from tests.harness.mind import MAIN, Mind, Step, call, plan, sub
+from tests.harness.plays import order
+from tests.harness.stage import DELIVERY, Stage, task
+from tests.harness.trees import whole
 
 
 def shell(command: str) -> str:
     return call("Bash", command=command, description="work")
 
 
-def agent(name: str) -> str:
-    return call("Agent", description=name, prompt=f"{SUB}{name}: do it and report.", subagent_type="general-purpose")
+def agent(prompt: str, kind: str = "general-purpose", **more: object) -> str:
+    return call("Agent", description="work", prompt=prompt, subagent_type=kind, **more)
 
 
 AGENTS = [
-    Step("calls a and b", agent("a") + "\n" + agent("b"), "PROOF-b"),
-    Step("calls c", agent("c"), "PROOF-c"),
+    Step("calls a and b", agent(order("a")) + "\n" + agent(order("b")), "PROOF-b"),
+    Step("calls c", agent(order("c")), "PROOF-c"),
 ]
-TREE = {
-    "begins": ("main", "-", "-"),
-    "is moved": ("main", "begins", "-"),
-    "calls a and b": ("main", "is moved", "-"),
-    "a works": ("sub-agent", "-", "calls a and b"),
-    "a reports": ("sub-agent", "a works", "calls a and b"),
-    "b works": ("sub-agent", "-", "calls a and b"),
-    "b reports": ("sub-agent", "b works", "calls a and b"),
-    "calls c": ("main", "calls a and b", "-"),
-    "c works": ("sub-agent", "-", "calls c"),
-    "c reports": ("sub-agent", "c works", "calls c"),
-    "is cut": ("main", "calls c", "-"),
-    "fills 1": ("main", "is cut", "-"),
-    "fills 2": ("main", "fills 1", "-"),
-    "is held": ("main", "fills 2", "-"),
-    "summary": ("main-summary", "fills 2", "-"),  # the newest turn is kept as it is, not summarised
-    "loses its engine": ("main", "-", "-"),
-    "loses proxyd": ("main", "loses its engine", "-"),
-    "writes": ("main", "loses proxyd", "-"),
-    "ends": ("main", "writes", "-"),
-}
+# the newest turn is kept as it is, not summarised
+TREE = whole("calls a and b", "calls c", summary="fills 2")
 
 
-async def test_a_whole_run(needs, real_tokenizer, tmp_path):
+@pytest.mark.parametrize("delivery", sorted({DELIVERY, "live"}))
+async def test_a_whole_run(needs, real_tokenizer, tmp_path, delivery):
     needs("claude-code")
     mind = Mind(
         plan(shell, AGENTS, fill="seq 1 3800"),
         {"a": sub("a", shell), "b": sub("b", shell), "c": sub("c", shell, "kill")},
         orders=lambda turns: turns[-1].role == "user" and "TEXT ONLY" in turns[-1].text,
     )
-    async with Stage(tmp_path / "run", real_tokenizer, mind, ("claude-code",)) as stage:
+    rollout = {"delivery": delivery}
+    async with Stage(tmp_path / "run", real_tokenizer, mind, ("claude-code",), rollout=rollout) as stage:
         stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
         assert stage.tree() == TREE
         events = [json.loads(line) for line in stage.printed().splitlines()]
@@ -59,3 +47,44 @@ async def test_a_whole_run(needs, real_tokenizer, tmp_path):
         ] == ["compact_boundary"]
         (result,) = [e for e in events if e["type"] == "result"]
         assert (result["is_error"], result["result"]) == (False, "All is done.")
+
+
+def orders(turns) -> bool:
+    return turns[-1].role == "user" and "TEXT ONLY" in turns[-1].text
+
+
+async def test_agents_in_agents(needs, real_tokenizer, tmp_path):
+    await play(plays.nested(shell, agent), needs, real_tokenizer, tmp_path)
+
+
+async def test_an_agent_in_the_background(needs, real_tokenizer, tmp_path):
+    background = plays.background(shell, lambda prompt: agent(prompt, run_in_background=True), "agentId:")
+    await play(background, needs, real_tokenizer, tmp_path, CLAUDE_CODE_DISABLE_BACKGROUND_TASKS="")
+
+
+async def test_a_fork(needs, real_tokenizer, tmp_path):
+    fork = plays.fork(shell, lambda prompt: agent(prompt, kind="fork"), "agentId:")
+    env = {"CLAUDE_CODE_DISABLE_BACKGROUND_TASKS": "", "CLAUDE_CODE_FORK_SUBAGENT": "1"}
+    await play(fork, needs, real_tokenizer, tmp_path, **env)
+
+
+async def play(given: plays.Play, needs, tokenizer, tmp_path, **env: str) -> None:
+    needs("claude-code")
+    tasks = {"harness_env": env}
+    async with Stage(tmp_path / "run", tokenizer, given.mind, ("claude-code",), tasks=tasks) as stage:
+        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
+        assert stage.tree() == given.tree
+
+
+async def test_a_turn_that_overflows_the_context(needs, real_tokenizer, tmp_path):
+    """It compacts and goes on. It asks twice for what comes next, with and without files that it read again."""
+    needs("claude-code")
+    mind = plays.overflow(shell, "seq 1 3800")
+    mind.orders = orders
+    async with Stage(tmp_path / "run", real_tokenizer, mind, ("claude-code",)) as stage:
+        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
+        assert {(step, label) for step, (label, _, _) in stage.rows()} == {
+            *((step, "main") for step in ("begins", "fills", "writes", "ends")),
+            ("summary", "main-summary"),
+        }
+        assert '"subtype":"compact_boundary"' in stage.printed()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.harness.mind import MAIN, Mind, call, plan
 from tests.harness.stage import Stage, task
+from tests.harness.trees import line
 
 FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-STEPS = ["begins", "is moved", "is cut", "is held", "loses its engine", "loses proxyd", "writes", "ends"]
-TREE = {step: ("main", above, "-") for step, above in zip(STEPS, ["-", *STEPS], strict=False)}
+TREE = line("begins", "is moved", "is cut", "is held", "loses its engine", "loses proxyd", "writes", "ends")
 
 
 def shell(command: str) -> str:

@@ -4,48 +4,28 @@ from __future__ import annotations
 
 import json
 
-from tests.harness.mind import MAIN, SUB, Mind, Step, call, plan, sub
+from tests.harness import plays
+from tests.harness.mind import MAIN, Mind, Step, call, plan, sub
+from tests.harness.plays import order
 from tests.harness.stage import Stage, task
+from tests.harness.trees import line, whole
 
 
 def shell(command: str) -> str:
     return call("bash", command=command)
 
 
-def agent(name: str) -> str:
-    prompt = f"{SUB}{name}: do it and report."
-    return call("task", description=name, prompt=prompt, subagent_type="general")
+def agent(prompt: str) -> str:
+    return call("task", description="work", prompt=prompt, subagent_type="general")
 
 
 FILL = "seq -f 'the quick brown fox jumps over the lazy dog %g' 1 800"  # too long to be kept beside a summary
 AGENTS = [
-    Step("calls a and b", agent("a") + "\n" + agent("b"), "PROOF-b"),
-    Step("calls c", agent("c"), "PROOF-c"),
+    Step("calls a and b", agent(order("a")) + "\n" + agent(order("b")), "PROOF-b"),
+    Step("calls c", agent(order("c")), "PROOF-c"),
 ]
-
-
-TREE = {
-    "side": ("side", "-", "-"),
-    "begins": ("main", "-", "-"),
-    "is moved": ("main", "begins", "-"),
-    "calls a and b": ("main", "is moved", "-"),
-    "a works": ("sub-agent", "-", "calls a and b"),
-    "a reports": ("sub-agent", "a works", "calls a and b"),
-    "b works": ("sub-agent", "-", "calls a and b"),
-    "b reports": ("sub-agent", "b works", "calls a and b"),
-    "calls c": ("main", "calls a and b", "-"),
-    "c works": ("sub-agent", "-", "calls c"),
-    "c reports": ("sub-agent", "c works", "calls c"),
-    "is cut": ("main", "calls c", "-"),
-    "fills 1": ("main", "is cut", "-"),
-    "fills 2": ("main", "fills 1", "-"),
-    "is held": ("main", "fills 2", "-"),
-    "summary": ("main-summary", "-", "-"),  # asked in a history of its own, without tools
-    "loses its engine": ("main", "-", "-"),
-    "loses proxyd": ("main", "loses its engine", "-"),
-    "writes": ("main", "loses proxyd", "-"),
-    "ends": ("main", "writes", "-"),
-}
+# a summary is asked for in a history of its own, without tools
+TREE = {**line("side", label="side"), **whole("calls a and b", "calls c")}
 
 
 async def test_a_whole_run(needs, real_tokenizer, tmp_path):
@@ -62,3 +42,22 @@ async def test_a_whole_run(needs, real_tokenizer, tmp_path):
         assert stage.tree() == TREE
         kinds = {json.loads(line)["type"] for line in stage.printed().splitlines()}
         assert "error" not in kinds and "step_finish" in kinds
+
+
+def orders(turns) -> bool:
+    return "<tools>" not in turns[0].text
+
+
+def side(turns) -> str | None:
+    return "A title" if "title generator" in turns[0].text else None
+
+
+async def test_a_turn_that_overflows_the_context(needs, real_tokenizer, tmp_path):
+    """It compacts and goes on, and says in the end with its exit code that there was an error."""
+    needs("opencode")
+    mind = plays.overflow(shell, FILL)
+    mind.orders, mind.side = orders, side
+    async with Stage(tmp_path / "run", real_tokenizer, mind, ("opencode",), engine={"context_length": 30_000}) as stage:
+        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")), exit_code=1)
+        tree = {**line("begins", "fills"), **line("summary", label="main-summary"), **line("writes", "ends")}
+        assert stage.tree() == {**line("side", label="side"), **tree}

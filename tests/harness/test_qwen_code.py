@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
-from tests.harness.mind import MAIN, SUB, SUMMARY, Mind, Step, call, plan, sub
+from tests.harness import plays
+from tests.harness.mind import MAIN, SUMMARY, Mind, Step, call, plan, sub
+from tests.harness.plays import order
 from tests.harness.stage import Stage, task
+from tests.harness.trees import whole
 
 
 def shell(command: str) -> str:
@@ -13,38 +16,17 @@ def shell(command: str) -> str:
     return call("run_shell_command", command=f"{command}; sleep 0.5")
 
 
-def agent(name: str) -> str:
-    prompt = f"{SUB}{name}: do it and report."
-    return call("agent", description=name, prompt=prompt, subagent_type="general-purpose", run_in_background=False)
+def agent(prompt: str, kind: str = "general-purpose", **more: object) -> str:
+    more.setdefault("run_in_background", False)
+    return call("agent", description="work", prompt=prompt, subagent_type=kind, **more)
 
 
 AGENTS = [
-    Step("calls a and b", agent("a") + "\n" + agent("b"), "PROOF-b"),
-    Step("calls c", agent("c"), "PROOF-c"),
+    Step("calls a and b", agent(order("a")) + "\n" + agent(order("b")), "PROOF-b"),
+    Step("calls c", agent(order("c")), "PROOF-c"),
 ]
-
-
-TREE = {
-    "begins": ("main", "-", "-"),
-    "is moved": ("main", "begins", "-"),
-    "calls a and b": ("main", "is moved", "-"),
-    "a works": ("sub-agent", "-", "calls a and b"),
-    "a reports": ("sub-agent", "a works", "calls a and b"),
-    "b works": ("sub-agent", "-", "calls a and b"),
-    "b reports": ("sub-agent", "b works", "calls a and b"),
-    "calls c": ("main", "calls a and b", "-"),
-    "c works": ("sub-agent", "-", "calls c"),
-    "c reports": ("sub-agent", "c works", "calls c"),
-    "is cut": ("main", "calls c", "-"),
-    "fills 1": ("main", "is cut", "-"),
-    "fills 2": ("main", "fills 1", "-"),
-    "is held": ("main", "fills 2", "-"),
-    "summary": ("main-summary", "is held", "-"),
-    "loses its engine": ("main", "-", "-"),
-    "loses proxyd": ("main", "-", "-"),  # the start-up reminders stand before its history again: one more root
-    "writes": ("main", "loses proxyd", "-"),
-    "ends": ("main", "writes", "-"),
-}
+# after a summary the start-up reminders come to stand before the history again: one more root
+TREE = whole("calls a and b", "calls c", summary="is held", second_root="loses proxyd")
 
 
 async def test_a_whole_run(needs, real_tokenizer, tmp_path):
@@ -61,3 +43,42 @@ async def test_a_whole_run(needs, real_tokenizer, tmp_path):
         assert stage.tree() == TREE
         events = [json.loads(line) for line in stage.printed().splitlines()]
         assert (events[-1]["type"], events[-1]["is_error"]) == ("result", False)
+
+
+def orders(turns) -> bool:
+    return "state_snapshot" in turns[-1].text or "<tools>" not in turns[0].text
+
+
+async def test_agents_in_agents(needs, real_tokenizer, tmp_path):
+    await play(plays.nested(shell, agent), needs, real_tokenizer, tmp_path)
+
+
+async def test_an_agent_in_the_background(needs, real_tokenizer, tmp_path):
+    background = plays.background(shell, lambda prompt: agent(prompt, run_in_background=True), "launched")
+    await play(background, needs, real_tokenizer, tmp_path)
+
+
+async def test_a_fork(needs, real_tokenizer, tmp_path):
+    fork = plays.fork(shell, lambda prompt: agent(prompt, "fork"))
+    await play(fork, needs, real_tokenizer, tmp_path)
+
+
+async def play(given: plays.Play, needs, tokenizer, tmp_path) -> None:
+    needs("qwen-code")
+    async with Stage(tmp_path / "run", tokenizer, given.mind, ("qwen-code",)) as stage:
+        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
+        assert stage.tree() == given.tree
+
+
+async def test_a_turn_that_overflows_the_context(needs, real_tokenizer, tmp_path):
+    """It compacts and goes on; it asks for its summary twice."""
+    needs("qwen-code")
+    mind = plays.overflow(shell, "seq 1 3800")
+    mind.orders = orders
+    mind.summary = f"<analysis>All is well.</analysis>\n<state_snapshot>\n{SUMMARY} {{proofs}}\n</state_snapshot>"
+    async with Stage(tmp_path / "run", real_tokenizer, mind, ("qwen-code",)) as stage:
+        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
+        assert {(step, label) for step, (label, _, _) in stage.rows()} == {
+            *((step, "main") for step in ("begins", "fills", "writes", "ends")),
+            ("summary", "main-summary"),
+        }
