@@ -1,4 +1,6 @@
-"""docs/tasks.md: every block is what the code takes, every command line is one that there is."""
+"""docs/tasks.md: every block is what the code takes, every command line is one that there is. docs/harnesses.md: its
+table of plays is that of the tests.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ import click
 from gyre_base import config
 from gyre_cli.gyre import main
 from gyre_exec import harbor, tasks
+from gyre_exec.harness import ADAPTERS
 from gyre_exec.rulers import evaluator_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
 
 
 def blocks(kind: str) -> list[str]:
@@ -55,3 +59,17 @@ def test_every_command_parses() -> None:
         while isinstance(command, click.Group):
             command = command.commands[words.pop(0)]
         command.make_parser(click.Context(command)).parse_args(words)  # raises for an option that there is not
+
+
+PLAYS = ("a_whole_run", "agents_in_agents", "an_agent_in_the_background", "a_fork", "a_turn_that_overflows_the_context")
+
+
+def test_the_table_of_what_harnesses_were_seen_to_do_is_that_of_their_plays() -> None:
+    page = (ROOT / "docs" / "harnesses.md").read_text()
+    rows = re.findall(r"^\| `([a-z-]+)` ((?:\| (?:yes|-) ){5})\|$", page, re.MULTILINE)
+    said = {name: tuple(cell.strip() == "yes" for cell in cells.split("|")[1:]) for name, cells in rows}
+    played = {}
+    for name in said:
+        source = (ROOT / "tests" / "harness" / f"test_{name.replace('-', '_')}.py").read_text()
+        played[name] = tuple(f"async def test_{play}" in source for play in PLAYS)
+    assert said == played and set(said) == set(ADAPTERS) - {"command"}

@@ -58,11 +58,6 @@ async def test_an_agent_in_the_background(needs, real_tokenizer, tmp_path):
     await play(background, needs, real_tokenizer, tmp_path)
 
 
-async def test_a_fork(needs, real_tokenizer, tmp_path):
-    fork = plays.fork(shell, lambda prompt: agent(prompt, "fork"))
-    await play(fork, needs, real_tokenizer, tmp_path)
-
-
 async def play(given: plays.Play, needs, tokenizer, tmp_path) -> None:
     needs("qwen-code")
     async with Stage(tmp_path / "run", tokenizer, given.mind, ("qwen-code",)) as stage:
