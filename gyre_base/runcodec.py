@@ -67,6 +67,7 @@ _BULK = ("prompt_ids", "completion_ids", "logprobs")
 _PLAIN = frozenset(n for n in _FIELDS[Call] if n not in _NESTED and n not in _BULK and n != "spans")
 _TOKEN_ONLY = ("spans", "sampling", "context")
 _KNOWN = frozenset(("k", *_FIELDS[Call], *_LINK))
+_NESTED_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _NESTED.values()}
 _NESTED_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(cls)) for name, cls in _NESTED.items()}
 
 
@@ -191,12 +192,16 @@ def _call_head(call: Call) -> dict[str, Any]:
         if name == "spans":
             line["policy"] = [[s.policy, s.start, s.end] for s in value]
         elif name in _NESTED:
-            known = {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
-            line[name] = {**known, **call.extra.get(name, {})}
+            line[name] = {**_said(value), **call.extra.get(name, {})}
         elif name not in _BULK and value is not None and (name, value) != ("level", "token"):
             line[name] = value
     line.update((k, v) for k, v in call.extra.items() if k not in _NESTED)
     return line
+
+
+def _said(value: Any) -> dict[str, Any]:
+    """An agent, attempt or sampling as an object; `dataclasses.asdict` copies deeply, which costs more."""
+    return {name: said for name in _NESTED_NAMES[type(value)] if (said := getattr(value, name)) is not None}
 
 
 def repair_tail(path: Path) -> bytes:
