@@ -6,6 +6,11 @@ import os
 import shutil
 import tempfile
 
+from hypothesis import settings
+
+settings.register_profile("gyre", deadline=None)  # machines are noisy: a slow example is no failure
+settings.load_profile("gyre")
+
 STATE = "XDG_STATE_HOME"  # where gyre keeps its list of runs
 
 
