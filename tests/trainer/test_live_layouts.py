@@ -189,9 +189,10 @@ async def test_a_lost_rank_takes_its_cell_along_and_nothing_is_trained_twice(tmp
         fake.quota, fake.hold_from = {}, 99
         await world.until(lambda: fake.heard(m.ContributionLost), STEP_S * 2)
         assert {(lost.cell, lost.life) for lost in fake.heard(m.ContributionLost)} == {("c1", 3)}
+        await world.ended("c1", PATIENCE_S * 4)
+        fake.forget(("c1", 3))  # as trajd does after its silence: the leader may have claimed once more before its end
         fake.hold_from = 2
         await world.until(lambda: len(fake.steps) == 2, STEP_S * 2)
-        await world.ended("c1", PATIENCE_S * 4)
 
         # A leader killed: its follower ends by itself; the cell goes on from its checkpoint.
         await world.until(lambda: any(retired.below == 2 for retired in fake.heard(m.BatchesRetired)))
