@@ -7,7 +7,6 @@ would be those of the load, not 1 to 3.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from gyre_base import messages as m
 from gyre_base.bus import Client
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
-from tests.trainer.fake_trajd import FakeTrajd, serve
+from tests.trainer.fake_trajd import FakeTrajd, served
 from tests.trainer.forests import random_micro_step
 
 MICRO_STEPS = 64
@@ -58,25 +57,20 @@ async def batches(folder: Path) -> tuple[list[float], list[float]]:
     free: dict[str, int] = {}
     quotas = [free, free, free, free, half]  # the first is not counted: ranks start in it
     fake = TimedTrajd([{f"b{b}.s{s}": step for s in range(MICRO_STEPS)} for b in range(len(quotas))], quotas=quotas)
-    served = [await serve(fake, run, keys, name) for name in ("trajd", "cellctl")]
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        ranks += [_spawn(run, cell) for cell in ("c0", "c1")]
-        await asyncio.gather(*(_start(run, keys, cell) for cell in ("c0", "c1")))
-        deadline = time.monotonic() + LIMIT_S
-        while len(fake.ends) < len(quotas):
-            if time.monotonic() > deadline or any(rank.poll() is not None for rank in ranks):
-                raise RuntimeError(f"the ranks did not finish: {len(fake.ends)} of {len(quotas)} batches")
-            await asyncio.sleep(0.05)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        for server, task in served:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            server.close()
+    async with served(fake, run, keys):
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            ranks += [_spawn(run, cell) for cell in ("c0", "c1")]
+            await asyncio.gather(*(_start(run, keys, cell) for cell in ("c0", "c1")))
+            deadline = time.monotonic() + LIMIT_S
+            while len(fake.ends) < len(quotas):
+                if time.monotonic() > deadline or any(rank.poll() is not None for rank in ranks):
+                    raise RuntimeError(f"the ranks did not finish: {len(fake.ends)} of {len(quotas)} batches")
+                await asyncio.sleep(0.05)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
     seconds = [after - before for before, after in pairwise(fake.ends)]
     return seconds[:-1], seconds[-1:]
 

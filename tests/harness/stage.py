@@ -26,7 +26,8 @@ from gyre_base import messages as m
 from gyre_base.vocabulary import Outcome, Purpose
 from gyre_exec.single import run_one
 from tests.exec import judge
-from tests.harness.mind import Mind, Step
+from tests.harness.mind import MAIN, Mind, Step
+from tests.harness.plays import Play
 from tests.proxyd.fakes import FakeEngine, World
 from trajtools.check import check
 
@@ -260,6 +261,14 @@ def own_connections(port: int) -> Iterator[socket.socket]:
                 yield sock
             else:
                 sock.close()
+
+
+async def follow(given: Play, harness: str, needs: Any, tokenizer: Path, folder: Path, **env: str) -> None:
+    """A whole play with one program, to the tree that it says; `env` is more environment for the program."""
+    needs(harness)
+    async with Stage(folder / "run", tokenizer, given.mind, (harness,), tasks={"harness_env": env}) as stage:
+        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
+        assert stage.tree() == given.tree
 
 
 def task(instruction: str) -> dict[str, Any]:

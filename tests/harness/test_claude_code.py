@@ -9,7 +9,7 @@ import pytest
 from tests.harness import plays
 from tests.harness.mind import MAIN, Mind, Step, call, plan, sub
 from tests.harness.plays import order
-from tests.harness.stage import DELIVERY, Stage, task
+from tests.harness.stage import DELIVERY, Stage, follow, task
 from tests.harness.trees import whole
 
 
@@ -54,26 +54,18 @@ def orders(turns) -> bool:
 
 
 async def test_agents_in_agents(needs, real_tokenizer, tmp_path):
-    await play(plays.nested(shell, agent), needs, real_tokenizer, tmp_path)
+    await follow(plays.nested(shell, agent), "claude-code", needs, real_tokenizer, tmp_path)
 
 
 async def test_an_agent_in_the_background(needs, real_tokenizer, tmp_path):
     background = plays.background(shell, lambda prompt: agent(prompt, run_in_background=True), "agentId:")
-    await play(background, needs, real_tokenizer, tmp_path, CLAUDE_CODE_DISABLE_BACKGROUND_TASKS="")
+    await follow(background, "claude-code", needs, real_tokenizer, tmp_path, CLAUDE_CODE_DISABLE_BACKGROUND_TASKS="")
 
 
 async def test_a_fork(needs, real_tokenizer, tmp_path):
     fork = plays.fork(shell, lambda prompt: agent(prompt, kind="fork"), "agentId:")
     env = {"CLAUDE_CODE_DISABLE_BACKGROUND_TASKS": "", "CLAUDE_CODE_FORK_SUBAGENT": "1"}
-    await play(fork, needs, real_tokenizer, tmp_path, **env)
-
-
-async def play(given: plays.Play, needs, tokenizer, tmp_path, **env: str) -> None:
-    needs("claude-code")
-    tasks = {"harness_env": env}
-    async with Stage(tmp_path / "run", tokenizer, given.mind, ("claude-code",), tasks=tasks) as stage:
-        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
-        assert stage.tree() == given.tree
+    await follow(fork, "claude-code", needs, real_tokenizer, tmp_path, **env)
 
 
 async def test_a_turn_that_overflows_the_context(needs, real_tokenizer, tmp_path):

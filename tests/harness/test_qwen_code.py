@@ -7,7 +7,7 @@ import json
 from tests.harness import plays
 from tests.harness.mind import MAIN, SUMMARY, Mind, Step, call, plan, sub
 from tests.harness.plays import order
-from tests.harness.stage import Stage, task
+from tests.harness.stage import Stage, follow, task
 from tests.harness.trees import whole
 
 
@@ -50,19 +50,12 @@ def orders(turns) -> bool:
 
 
 async def test_agents_in_agents(needs, real_tokenizer, tmp_path):
-    await play(plays.nested(shell, agent), needs, real_tokenizer, tmp_path)
+    await follow(plays.nested(shell, agent), "qwen-code", needs, real_tokenizer, tmp_path)
 
 
 async def test_an_agent_in_the_background(needs, real_tokenizer, tmp_path):
     background = plays.background(shell, lambda prompt: agent(prompt, run_in_background=True), "launched")
-    await play(background, needs, real_tokenizer, tmp_path)
-
-
-async def play(given: plays.Play, needs, tokenizer, tmp_path) -> None:
-    needs("qwen-code")
-    async with Stage(tmp_path / "run", tokenizer, given.mind, ("qwen-code",)) as stage:
-        stage.verify(await stage.play(task(f"{MAIN}: follow your plan.")))
-        assert stage.tree() == given.tree
+    await follow(background, "qwen-code", needs, real_tokenizer, tmp_path)
 
 
 async def test_a_turn_that_overflows_the_context(needs, real_tokenizer, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +125,21 @@ class FakeTrajd:
         self.computed.clear()
 
 
-async def serve(fake: FakeTrajd, run: RunDir, keys: Keys, name: str) -> tuple[Server, asyncio.Task[None]]:
-    """Bind as the daemon `name`."""
+@contextlib.asynccontextmanager
+async def served(fake: FakeTrajd, run: RunDir, keys: Keys) -> AsyncIterator[None]:
+    """Bound as trajd and as cellctl meanwhile."""
+    both = [await _serve(fake, run, keys, name) for name in ("trajd", "cellctl")]
+    try:
+        yield
+    finally:
+        for server, task in both:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            server.close()
+
+
+async def _serve(fake: FakeTrajd, run: RunDir, keys: Keys, name: str) -> tuple[Server, asyncio.Task[None]]:
     server = Server(run, keys, kind=name, name=name, life=1, bind="127.0.0.1")
     server.start()
 

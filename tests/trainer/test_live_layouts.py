@@ -19,7 +19,7 @@ from gyre_base import config as configuration
 from gyre_base import messages as m
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
-from tests.trainer.fake_trajd import FakeTrajd, serve
+from tests.trainer.fake_trajd import FakeTrajd, served
 from tests.trainer.forests import random_micro_step
 from tests.trainer.world import STEP_S, World
 
@@ -52,16 +52,11 @@ async def a_world(folder, reference, batches: int, layout):
     changed = (dataclasses.replace(zero, advantage=0.0), *steps[0]["b0.s1"].executions[1:])
     steps[0]["b0.s1"] = dataclasses.replace(steps[0]["b0.s1"], executions=changed)
     world = World(run, keys, FakeTrajd(steps))
-    served = [await serve(world.fake, run, keys, name) for name in ("trajd", "cellctl")]
-    try:
-        yield world
-    finally:
-        world.close()
-        for server, task in served:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            server.close()
+    async with served(world.fake, run, keys):
+        try:
+            yield world
+        finally:
+            world.close()
 
 
 def one_rank_trains(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import signal
 
@@ -20,7 +19,7 @@ from gyre_base import config as configuration
 from gyre_base import messages as m
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
-from tests.trainer.fake_trajd import FakeTrajd, serve
+from tests.trainer.fake_trajd import FakeTrajd, served
 from tests.trainer.forests import random_micro_step
 from tests.trainer.world import World
 
@@ -46,14 +45,9 @@ async def world(request, tmp_path, reference):
     steps = (dataclasses.replace(zero, advantage=0.0), *batches[0]["b0.s0"].executions[1:])
     batches[0]["b0.s0"] = dataclasses.replace(batches[0]["b0.s0"], executions=steps)
     world = World(run, keys, FakeTrajd(batches), request.param)
-    served = [await serve(world.fake, run, keys, name) for name in ("trajd", "cellctl")]
-    yield world
-    world.close()
-    for server, task in served:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        server.close()
+    async with served(world.fake, run, keys):
+        yield world
+        world.close()
 
 
 def gradient_of(policy, batch, options):
