@@ -1,9 +1,11 @@
-"""Versioned weight snapshots: flat fp32 tensors under Hugging Face names, their digest, and how they are fetched.
+"""Versioned weight snapshots: flat tensors under Hugging Face names, their digest, and how they are fetched.
 
-Owns layout, digest and the directory that an engine loads. Never trains, never imports torch: the cell's agent uses it
-too. Invariant: a snapshot that leaves `Transport.pull` has the digest that its publisher computed; a directory that
-`write_hf` or `write_directory` made is whole, whatever dies in between. Everything is pulled: nobody writes into
-another cell.
+Owns layout, digest, the bytes of safetensors files and the directory that an engine loads. Never trains, never imports
+torch: the cell's agent uses it too. Invariant: a snapshot that leaves `Transport.pull` has the digest that its
+publisher computed; a directory that `write_hf` or `write_directory` made is whole, whatever dies in between. Everything
+is pulled: nobody writes into another cell.
+
+numpy has no bf16: an array of it is uint16, its bits. Nothing else here is uint16.
 
 `Transport` is the seam: `SlotTransport` reads from the core's slots (Mooncake or plain sockets), `BusTransport` is the
 one over the bus, its fallback, and its oracle in tests.
@@ -13,10 +15,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +28,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from safetensors.numpy import save as safetensors_bytes
 
 from celld.transfer.bulk import Bulk
 from celld.transfer.engine import TransferFailed
@@ -35,8 +37,10 @@ from gyre_base.keys import Keys
 from gyre_base.messages import PullWeights, Refused, WeightsSnapshot
 from gyre_base.rundir import RunDir
 
-Array = npt.NDArray[np.float32]
-Layout = tuple[tuple[str, tuple[int, ...]], ...]
+Array = npt.NDArray[Any]  # float32, or uint16 for bf16
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, safetensors' word for the type, shape
+KINDS = {"float32": "F32", "uint16": "BF16", "uint8": "U8"}  # numpy's name -> safetensors'
+TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2"), "U8": np.dtype("u1")}
 SLOT = "weights"
 log = logging.getLogger(__name__)
 PULL_TRIES = 3  # a damaged answer is asked for again; three in a row are no accident
@@ -59,8 +63,8 @@ class Snapshot:
     @classmethod
     def of(cls, version: str, tensors: Mapping[str, Array]) -> Snapshot:
         """A copy of `tensors`, in their order."""
-        layout = tuple((name, tuple(int(n) for n in tensor.shape)) for name, tensor in tensors.items())
-        payload = b"".join(np.ascontiguousarray(tensor, dtype="<f4").tobytes() for tensor in tensors.values())
+        layout = layout_of(tensors)
+        payload = b"".join(np.ascontiguousarray(tensors[name], TYPES[kind]).tobytes() for name, kind, _ in layout)
         chunks = chunk_digests(payload)
         return cls(version, layout, digest(version, layout, chunks), payload, chunks)
 
@@ -69,18 +73,18 @@ class Snapshot:
         """What came, or None if it is not what was published. `chunks`: digests that the payload was checked against
         as it came."""
         found = chunk_digests(answer.payload) if chunks is None else chunks
-        size = 4 * sum(int(np.prod(shape, dtype=np.int64)) for _, shape in answer.layout)
-        if len(answer.payload) != size or digest(answer.version, answer.layout, found) != answer.digest:
+        if digest(answer.version, answer.layout, found) != answer.digest:
+            return None
+        if len(answer.payload) != sum(_bytes(kind, shape) for _, kind, shape in answer.layout):
             return None
         return cls(answer.version, answer.layout, answer.digest, answer.payload, found)
 
     def tensors(self) -> dict[str, Array]:
         """Read-only views by name."""
         views, at = {}, 0
-        for name, shape in self.layout:
-            count = int(np.prod(shape, dtype=np.int64))
-            views[name] = np.frombuffer(self.payload, dtype="<f4", count=count, offset=at).reshape(shape)
-            at += 4 * count
+        for name, kind, shape in self.layout:
+            views[name] = _view(self.payload, kind, shape, at)
+            at += _bytes(kind, shape)
         return views
 
     def write_hf(self, directory: str | Path, config: dict[str, Any]) -> Path:
@@ -192,23 +196,69 @@ def digest(version: str, layout: Layout, chunks: tuple[int, ...]) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([version, layout, chunks]))
 
 
-def hf_files(tensors: Mapping[str, Array], config: dict[str, Any]) -> dict[str, bytes]:
-    """config.json and model.safetensors as bytes."""
-    body = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+def layout_of(tensors: Mapping[str, Array]) -> Layout:
+    return tuple((name, KINDS[str(a.dtype)], tuple(int(n) for n in a.shape)) for name, a in tensors.items())
+
+
+def _bytes(kind: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * TYPES[kind].itemsize
+
+
+def _view(payload: bytes | memoryview, kind: str, shape: tuple[int, ...], at: int) -> Array:
+    return np.frombuffer(payload, TYPES[kind], math.prod(shape), at).reshape(shape)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def hf_files(tensors: Mapping[str, Array], config: dict[str, Any]) -> dict[str, Iterable[bytes | memoryview]]:
+    """config.json and model.safetensors, in pieces."""
+    return {"config.json": [config_json(config, tensors)], "model.safetensors": safetensors_parts(tensors)}
+
+
+def config_json(config: dict[str, Any], tensors: Mapping[str, Array]) -> bytes:
+    """The model's config.json. Weights in bf16 are named in it: by that entry an engine chooses what it computes in."""
+    if any(tensor.dtype == TYPES["BF16"] for tensor in tensors.values()):
+        config = {**config, "torch_dtype": "bfloat16"}
+        if "dtype" in config:  # what transformers 5 writes and reads first
+            config["dtype"] = "bfloat16"
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def safetensors_parts(arrays: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
+    """The safetensors file of `arrays`, piece by piece, so that no second copy of a model is made."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, kind, shape in layout_of(arrays):
+        end = at + _bytes(kind, shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for array in arrays.values():
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def safetensors_arrays(content: bytes) -> dict[str, Array]:
+    """Inverse of `safetensors_parts`: read-only views of `content`. Raises ValueError or KeyError."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
     return {
-        "config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
-        "model.safetensors": safetensors_bytes(body, metadata={"format": "pt"}),
+        name: _view(content, spec["dtype"], tuple(spec["shape"]), start + spec["data_offsets"][0])
+        for name, spec in header.items()
+        if name != "__metadata__"
     }
 
 
-def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
-    """All of `files` under `target`, durable, or no `target`. Raises OSError, also if it exists."""
+def write_directory(target: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> None:
+    """All of `files` (in pieces) under `target`, durable, or no `target`. Raises OSError, also if it exists."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
         for name, content in files.items():
             with open(temporary / name, "wb") as file:
-                file.write(content)
+                file.writelines(content)
                 file.flush()
                 os.fsync(file.fileno())
         sync_directory(temporary)

@@ -150,6 +150,7 @@ class TrainerConfig:
     activation_gib: float = 0.0  # what one backward pass keeps, where you know better; 0 = a bound from the model
     checkpoint_every_steps: int = 10
     checkpoints_kept: int = 2
+    dtype: str = "fp32"  # of weights and states: bf16 halves them; sums, masters and log-probabilities stay fp32
     piece_tokens: int = 16_384  # a longer micro-step is computed in such pieces: little memory, a third more time
     threads: int = 1  # of each rank
     tensor_parallel: int = 1  # ranks of every cell that share each layer: divides heads, key/value heads, vocabulary
@@ -236,6 +237,7 @@ CHOICES = {
     "engine.device": ("cuda", "cpu"),
     "rollout.durability": ("fdatasync", "write"),
     "rollout.delivery": ("durable", "live"),
+    "trainer.dtype": ("fp32", "bf16"),
     "trainer.reading": ("behaviour", "proximal"),
     "trajectories.rule": ("greedy", "draw"),
     "trajectories.order": ORDERS,

@@ -618,12 +618,12 @@ class PullWeights:
 
 @message("weights")
 class WeightsSnapshot:
-    """core rank -> puller. `layout` = [[name, shape], ...] of fp32 tensors, one after another in payload; empty
+    """core rank -> puller. `layout` = [[name, F32 or BF16, shape], ...] of tensors, one after another in payload; empty
     payload if `have` is current.
     """
 
     version: str
-    layout: tuple[tuple[str, tuple[int, ...]], ...]
+    layout: tuple[tuple[str, str, tuple[int, ...]], ...]
     digest: str
     payload: bytes  # empty if in `slot`
     slot: RemoteSlot | None = None
@@ -682,17 +682,19 @@ class StepBatch:
 
 @message("rank.take")
 class TakeTensors:
-    """leader -> rank: `layout` follows by broadcast; your part of it is your weights, or your `moments`."""
+    """leader -> rank: `layout` (as in `weights`) follows by broadcast; your part of it is your weights, or your
+    `moments`."""
 
     number: int
     what: str
-    layout: tuple[tuple[str, tuple[int, ...]], ...]
+    layout: tuple[tuple[str, str, tuple[int, ...]], ...]
     steps: int = 0  # of the optimizer
 
 
 @message("rank.give")
 class GiveTensors:
-    """leader -> rank: your part of the weights, or of the `moments`, by a collective of the cell."""
+    """leader -> rank: your part of the weights, of their fp32 `masters` or of the `moments`, by a collective of the
+    cell."""
 
     number: int
     what: str

@@ -2,8 +2,9 @@
 directory.
 
 Owns `checkpoints/<version>/`: config.json and model.safetensors (an engine or transformers can load it),
-optimizer.safetensors (`moment.name`, names as in Hugging Face and tensors whole, so that any layout of ranks can read
-it), rng.safetensors, ledger.json with the digests of the others. Never decides when to save. Invariants: `newest`
+optimizer.safetensors (`moment.name` and, beside bf16 weights, their fp32 masters as `master.name`; names as in Hugging
+Face and tensors whole, so that any layout of ranks can read it), rng.safetensors, ledger.json with the digests of the
+others. Never decides when to save. Invariants: `newest`
 returns only what it has verified; a directory without `.` in front is whole, durable and was read back before it got
 its name; the last ones stay until a newer one is. Why not megatron's dist_checkpointing: docs/adr/0018.
 """
@@ -26,16 +27,15 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from safetensors.numpy import load as load_bytes
 
-from celld.weights import Array, sync_directory
+from celld.weights import Array, config_json, safetensors_arrays, safetensors_parts, sync_directory
 from gyre_base.ids import PolicyVersion
 
 log = logging.getLogger(__name__)
 FORM = 2
 CONFIG, LEDGER = "config.json", "ledger.json"
 OPTIMIZER, RNG, WEIGHTS = "optimizer.safetensors", "rng.safetensors", "model.safetensors"
-KINDS = {"float32": "F32", "uint8": "U8"}  # numpy's name -> safetensors'
+MASTER = "master."
 READ_BYTES = 8 << 20
 
 
@@ -50,7 +50,7 @@ class SaveFailed(OSError):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
     """`next_batch`: every batch below it is in these weights. `applied`: micro-steps of the batches since the last
-    save."""
+    save. `weights` are in the dtype of the run, `masters` their fp32 originals where those are others."""
 
     version: PolicyVersion
     next_batch: int
@@ -59,11 +59,18 @@ class Checkpoint:
     config: dict[str, Any]
     weights: Mapping[str, Array]
     moments: Mapping[str, Array]
+    masters: Mapping[str, Array] = field(default_factory=dict)
     rng: Mapping[str, Any] = field(default_factory=lambda: rng_state())
 
     @property
+    def exact(self) -> Mapping[str, Array]:
+        """The weights to go on from."""
+        return self.masters or self.weights
+
+    @property
     def bytes(self) -> int:
-        return sum(array.nbytes for part in (self.weights, self.moments, self.rng) for array in part.values())
+        parts = (self.weights, self.moments, self.masters, self.rng)
+        return sum(array.nbytes for part in parts for array in part.values())
 
 
 class Writer:
@@ -103,7 +110,12 @@ class Writer:
                 np.copyto(self._copies.setdefault(f"{kind} {name}", np.empty_like(array)), array)
             return {name: self._copies[f"{kind} {name}"] for name in arrays}
 
-        return replace(state, weights=kept("weight", state.weights), moments=kept("moment", state.moments))
+        return replace(
+            state,
+            weights=kept("weight", state.weights),
+            moments=kept("moment", state.moments),
+            masters=kept("master", state.masters),
+        )
 
     def close(self) -> None:
         """What is being written is finished first."""
@@ -139,11 +151,11 @@ def save(root: Path, state: Checkpoint, keep: int) -> Path:
 
 def _write_all(directory: Path, state: Checkpoint) -> None:
     """Every file, durable, and read back. Raises OSError."""
-    config = (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode()
+    optimizer = {**state.moments, **{MASTER + name: array for name, array in state.masters.items()}}
     digests = {
-        CONFIG: _write(directory / CONFIG, iter([config])),
+        CONFIG: _write(directory / CONFIG, iter([config_json(state.config, state.weights)])),
         WEIGHTS: _write(directory / WEIGHTS, safetensors_parts(state.weights)),
-        OPTIMIZER: _write(directory / OPTIMIZER, safetensors_parts(state.moments)),
+        OPTIMIZER: _write(directory / OPTIMIZER, safetensors_parts(optimizer)),
         RNG: _write(directory / RNG, safetensors_parts(state.rng)),
     }
     for name, expected in digests.items():
@@ -182,24 +194,6 @@ def _digest_of(path: Path) -> str:
     return state.hexdigest()
 
 
-def safetensors_parts(arrays: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
-    """The safetensors file of `arrays` (float32 or uint8), piece by piece."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, array in arrays.items():
-        header[name] = {
-            "dtype": KINDS[str(array.dtype)],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for array in arrays.values():
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
 def newest(root: Path) -> Checkpoint | None:
     """The newest that verifies, or None if there are none. Raises CheckpointError if there are but none is whole."""
     found = versions(root)
@@ -225,15 +219,17 @@ def read(directory: Path) -> Checkpoint:
             raise ValueError(f"{name} is damaged")
         return content
 
+    optimizer = safetensors_arrays(checked(OPTIMIZER))
     return Checkpoint(
         version=PolicyVersion.parse(ledger["version"]),
         next_batch=ledger["next_batch"],
         applied=tuple(ledger["applied"]),
         optimizer_steps=ledger["optimizer_steps"],
         config=json.loads(checked(CONFIG)),
-        weights=load_bytes(checked(WEIGHTS)),
-        moments=load_bytes(checked(OPTIMIZER)),
-        rng=load_bytes(checked(RNG)),
+        weights=safetensors_arrays(checked(WEIGHTS)),
+        moments={name: array for name, array in optimizer.items() if not name.startswith(MASTER)},
+        masters={n.removeprefix(MASTER): array for n, array in optimizer.items() if n.startswith(MASTER)},
+        rng=safetensors_arrays(checked(RNG)),
     )
 
 

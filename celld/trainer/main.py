@@ -183,13 +183,15 @@ def _join(config: Config, number: int, store: Store | None) -> None:
 
 def _tensors(run: RunDir, keys: Keys, config: Config, cell: str, number: int) -> tuple[Tensors, Bulk | None]:
     """This rank's part of the network; on the core also of the optimizer."""
+    from celld.trainer.dtypes import DTYPES
     from celld.trainer.exchange import GradientExchange
     from celld.trainer.model import Policy, read_config
     from celld.trainer.optimizer import AdamW
     from celld.trainer.tensors import Tensors
     from celld.transfer.bulk import open_bulk
 
-    policy = Policy(read_config(config.model.path), piece_tokens=config.trainer.piece_tokens)
+    trainer = config.trainer
+    policy = Policy(read_config(config.model.path), piece_tokens=trainer.piece_tokens, dtype=DTYPES[trainer.dtype])
     bulk = open_bulk(config.cluster)
     if cell != "c0":
         return Tensors(config, policy, None, None), bulk

@@ -4,6 +4,9 @@ Owns construction, loading and saving, and the flat fp32 gradient buffer. Never 
 Invariant: `load` then `hf_tensors` gives the same bits; logits equal those of the same weights in transformers.
 Construction stays behind `Policy`, since megatron may replace GPTModel by another class.
 
+With bf16 the weights and the states between operations are bf16. In fp32 are the scores and all that follows from them
+(log-probabilities, s, the loss), norms and attention inside, the choice of experts, and sums of a weight's gradients.
+
 Shapes: T packed tokens, N targets, V vocabulary (V/tp per rank), D width.
 """
 
@@ -24,7 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from celld.trainer import cpu, layers, pipeline, tree
+from celld.trainer import cpu, dtypes, layers, pipeline, tree
+from celld.trainer.embedding import Embedding
 from celld.trainer.mapping import SPLIT, ModelError, Shape, from_hf, shard, to_hf, unshard
 from celld.weights import Array
 
@@ -38,14 +42,14 @@ class Policy:
     A pass of more than `piece_tokens` packed tokens is computed in pieces (0: never), see `celld.trainer.layers`.
     """
 
-    def __init__(self, config: dict[str, Any], *, piece_tokens: int = 0) -> None:
-        self.config, self.piece_tokens = config, piece_tokens
+    def __init__(self, config: dict[str, Any], *, piece_tokens: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.config, self.piece_tokens, self.dtype = config, piece_tokens, dtype
         self.shape = Shape.from_hf(config)
         self.tp, self.tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
         self.stages, self.stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
         self._copies_embedding = self.shape.tie_word_embeddings and self.is_last and not self.is_first
-        self.module = _build(self.shape, self.tp, self.stages, self.stage).to(cpu.device())
+        self.module = _build(self.shape, self.tp, self.stages, self.stage, dtype).to(cpu.device(), dtype)
         self._now = layers.share(self.module)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.gradient = torch.zeros(sum(p.numel() for p in self.parameters.values()), device=cpu.device())
@@ -94,9 +98,10 @@ class Policy:
         self.module.rotary_pos_emb.position_T = plan.position_T
 
     def _scores(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V/tp] in fp32: 8 bits of a score of 20 would leave a log-probability uncertain by 0.06."""
         tied = self.shape.tie_word_embeddings and not self._copies_embedding
-        weight = self.module.embedding.word_embeddings.weight if tied else None
-        scores_N1V: Tensor = self.module.output_layer(hidden_ND[:, None], weight=weight)[0]
+        layer = self.module.embedding.word_embeddings if tied else self.module.output_layer
+        scores_N1V: Tensor = self.module.output_layer(hidden_ND.float()[:, None], weight=layer.weight.float())[0]
         return scores_N1V[:, 0]
 
     def finish_gradient(self) -> None:
@@ -163,11 +168,11 @@ class Policy:
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
         """`load` from read-only arrays (a snapshot, a checkpoint)."""
-        self.load({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
+        self.load({name: dtypes.to_tensor(array) for name, array in arrays.items()})
 
     def hf_arrays(self) -> dict[str, Array]:
         """`hf_tensors` of the weights, for a snapshot or a checkpoint."""
-        return {name: tensor.cpu().numpy() for name, tensor in self.hf_tensors().items()}
+        return {name: dtypes.to_array(tensor) for name, tensor in self.hf_tensors().items()}
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         parts = [part]
@@ -190,8 +195,10 @@ class Policy:
         return name
 
     def _view_gradients(self) -> None:
+        """Each part of a gradient is made fp32 before it is added to others, also within one backward pass."""
         at = 0
         for parameter in self.parameters.values():
+            parameter.grad_dtype = torch.float32
             parameter.grad = self.gradient[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
 
@@ -212,7 +219,7 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _build(shape: Shape, tp: int, stages: int, stage: int) -> GPTModel:
+def _build(shape: Shape, tp: int, stages: int, stage: int, dtype: torch.dtype) -> GPTModel:
     config = TransformerConfig(
         num_layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
@@ -231,8 +238,9 @@ def _build(shape: Shape, tp: int, stages: int, stage: int) -> GPTModel:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         perform_initialization=False,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         **_experts(shape, tp),
         **cpu.config_flags(),
     )
@@ -251,6 +259,8 @@ def _build(shape: Shape, tp: int, stages: int, stage: int) -> GPTModel:
     module.rotary_pos_emb = cpu.DepthRotary(
         shape.head_dim, rotary_percent=1.0, rotary_base=shape.rope_theta, use_cpu_initialization=cpu.on_cpu()
     )
+    if stage == 0:
+        module.embedding.word_embeddings = Embedding.like(module.embedding.word_embeddings, config)
     module.post_process = False  # its forward ends with the states: only wanted rows meet the vocabulary, in `_scores`
     return module
 

@@ -40,7 +40,8 @@ def forward_backward(policy: Policy, plans: Sequence[tree.TreePlan], loss_of: Lo
     for number, plan in enumerate(plans):
         entering = None
         if not policy.is_first:
-            entering = _received((len(plan), 1, policy.shape.hidden_size), policy.stage - 1).requires_grad_()
+            shape = (len(plan), 1, policy.shape.hidden_size)
+            entering = _received(shape, policy.dtype, policy.stage - 1).requires_grad_()
         leaving = policy.states(plan, entering)
         if policy.is_last:
             leaving, found = loss_of(number, leaving[:, 0])
@@ -50,7 +51,7 @@ def forward_backward(policy: Policy, plans: Sequence[tree.TreePlan], loss_of: Lo
         passes.append((entering, leaving))
     for plan, (entering, leaving) in zip(plans, passes, strict=True):
         policy.begin(plan)
-        gradient = None if policy.is_last else _received(leaving.shape, policy.stage + 1)
+        gradient = None if policy.is_last else _received(leaving.shape, policy.dtype, policy.stage + 1)
         torch.autograd.backward(leaving, gradient)
         if entering is not None:
             assert entering.grad is not None, "the loss does not depend on the states"
@@ -61,16 +62,17 @@ def forward_backward(policy: Policy, plans: Sequence[tree.TreePlan], loss_of: Lo
 
 
 def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of every stage, on every stage. Collective."""
+    """The tensors of every stage, on every stage. Collective. All are of one type."""
     group = mpu.get_pipeline_model_parallel_group()
     if dist.get_world_size(group) == 1:
         return tensors
     whole: dict[str, Tensor] = {}
+    dtype = next(iter(tensors.values())).dtype
     for stage in range(dist.get_world_size(group)):
         mine = tensors if dist.get_rank(group) == stage else None
         source = dist.get_global_rank(group, stage)
         for name, shape in _layout(mine, source, group):
-            part = torch.empty(shape, device=cpu.device()) if mine is None else mine[name].contiguous()
+            part = torch.empty(shape, dtype=dtype, device=cpu.device()) if mine is None else mine[name].contiguous()
             dist.broadcast(part, source, group=group)
             whole[name] = part
     return whole
@@ -97,8 +99,8 @@ def _sent(states: Tensor, stage: int) -> tuple[dist.Work, Tensor]:
     return work, states
 
 
-def _received(shape: Sequence[int], stage: int) -> Tensor:
+def _received(shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
     group = mpu.get_pipeline_model_parallel_group()
-    states = torch.empty(tuple(shape), device=cpu.device())
+    states = torch.empty(tuple(shape), dtype=dtype, device=cpu.device())
     dist.recv(states, dist.get_global_rank(group, stage), group=group)
     return states

@@ -16,9 +16,9 @@ from celld.trainer import checkpoint
 from celld.trainer.gradients import BatchSum
 from celld.trainer.model import read_tensors
 from celld.trainer.rank import Ledger, RankError, Stepped
-from celld.trainer.tensors import MOMENTS, WEIGHTS, Tensors
+from celld.trainer.tensors import MASTERS, MOMENTS, WEIGHTS, Tensors
 from celld.transfer.bulk import Bulk
-from celld.weights import Array, Published, Snapshot, Transport
+from celld.weights import Array, Published, Snapshot, Transport, layout_of
 from gyre_base import messages as m
 from gyre_base.bus import Client, NoAnswer
 from gyre_base.config import Config
@@ -104,7 +104,7 @@ class RankTeam:
             tensors = await self.tensors.in_thread(lambda: read_tensors(self.config.model.path))
             await self._take(WEIGHTS, {name: tensor.float().numpy() for name, tensor in tensors.items()})
             return None
-        await self._take(WEIGHTS, kept.weights)
+        await self._take(WEIGHTS, kept.exact)
         await self._take(MOMENTS, kept.moments, kept.optimizer_steps)
         checkpoint.set_rng_state(kept.rng)
         path = str(self._checkpoints / str(kept.version))
@@ -162,13 +162,13 @@ class RankTeam:
             optimizer_steps=optimizer.steps,
             config=self.tensors.policy.config,
             weights=await self._give(WEIGHTS),
+            masters=await self._give(MASTERS),
             moments=await self._give(MOMENTS),
         )
         return await self._writer.start(state)
 
     async def _take(self, what: str, arrays: Mapping[str, Array], steps: int = 0) -> None:
-        layout = tuple((name, tuple(int(n) for n in array.shape)) for name, array in arrays.items())
-        await self._order(m.TakeTensors(number=0, what=what, layout=layout, steps=steps), arrays)
+        await self._order(m.TakeTensors(number=0, what=what, layout=layout_of(arrays), steps=steps), arrays)
 
     async def _give(self, what: str) -> dict[str, Array]:
         arrays: dict[str, Array] = (await self._order(m.GiveTensors(number=0, what=what)))[0]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from celld.trainer import cpu, gradients, loss, pipeline, tree
+from celld.trainer import cpu, dtypes, gradients, loss, pipeline, tree
 from celld.trainer.exchange import GradientExchange
 from celld.trainer.gradients import BatchSum, Computed
 from celld.trainer.model import Policy
@@ -37,7 +37,7 @@ from gyre_base.microstep import MicroStep, PackedExecution
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-WEIGHTS, MOMENTS = "weights", "moments"
+WEIGHTS, MASTERS, MOMENTS = "weights", "masters", "moments"
 
 
 class Tensors:
@@ -174,6 +174,8 @@ class Tensors:
         whole = shared(order.layout, arrays)
         if order.what == WEIGHTS:
             self.policy.load_arrays(whole)
+            if self.optimizer is not None:
+                self.optimizer.start_from(whole)
             self.sum = None
         else:
             assert self.optimizer is not None, "a satellite has no moments"
@@ -183,7 +185,7 @@ class Tensors:
         if what == WEIGHTS:
             return self.policy.hf_arrays()
         assert self.optimizer is not None, "a satellite has no moments"
-        return self.optimizer.hf_arrays()
+        return self.optimizer.masters() if what == MASTERS else self.optimizer.hf_arrays()
 
 
 def shared(layout: Layout, arrays: Mapping[str, Array] | None) -> Mapping[str, Array]:
@@ -192,9 +194,9 @@ def shared(layout: Layout, arrays: Mapping[str, Array] | None) -> Mapping[str, A
         assert arrays is not None, "the leader has them"
         return arrays
     whole: dict[str, Array] = {}
-    for name, shape in layout:
-        mine = torch.empty(shape) if arrays is None else torch.from_numpy(arrays[name].copy())
+    for name, kind, shape in layout:
+        mine = torch.empty(shape, dtype=dtypes.BY_KIND[kind]) if arrays is None else dtypes.to_tensor(arrays[name])
         moved = mine.to(cpu.device())
         dist.broadcast(moved, src=0)
-        whole[name] = moved.cpu().numpy()
+        whole[name] = dtypes.to_array(moved)
     return whole

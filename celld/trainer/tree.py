@@ -148,18 +148,20 @@ def attend(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, plan: TreePlan, *, again
     """Mixed values [T, H, E]; query heads are grouped over key/value heads.
 
     `again`: keep nothing of a part for the backward pass but compute it a second time then. On a GPU the kernel does so
-    always.
+    always. Whatever the inputs, scores and sums are in fp32, as they are inside that kernel.
     """
     if q_THE.is_cuda:
         return flex.attend(q_THE, k_TKE, v_TKE, plan.on_gpu)
     parts, gather_T = plan.on_cpu
+    narrow = q_THE.dtype
+    q_THE, k_TKE, v_TKE = q_THE.float(), k_TKE.float(), v_TKE.float()
     if again:
         mixed = [
             checkpoint(p.attend, q_THE, k_TKE, v_TKE, use_reentrant=False, preserve_rng_state=False) for p in parts
         ]
     else:
         mixed = [p.attend(q_THE, k_TKE, v_TKE) for p in parts]
-    return torch.cat(mixed)[gather_T]
+    return torch.cat(mixed)[gather_T].to(narrow)
 
 
 def _rows(segments: list[list[int]], offset: int) -> Iterator[Row]:
