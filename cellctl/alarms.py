@@ -1,6 +1,8 @@
-"""What a person should look at: peers that went silent, and peers that speak but get nothing done. Pure.
+"""What a person should look at: peers that went silent, peers that speak but get nothing done, and groups that come to
+nothing one after the other. Pure.
 
-An alarm stands until its peer says hello again, or moves. `cellctl status` shows it, with the file of the stacks.
+A peer's alarm stands until it says hello again, or moves; that of the groups until one can be trained. `cellctl status`
+shows it, with the file of the stacks.
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ class StacksKept:
     file: str
 
 
+GROUPS = "groups"  # whose alarm it is when no peer is to blame
+
+
 @dataclass
 class Alarm:
-    """One peer's. `stacks` is a file in the run directory, "" until there is one."""
+    """One peer's, or that of the groups. `stacks` is a file in the run directory, "" until there is one."""
 
     since: float
     what: str
@@ -65,6 +70,16 @@ def stalled(s: Scheduler, event: PeerStalled, now: float) -> None:
     if event.kind == "celld" and event.name in s.cells:
         s.cells[event.name].story.append(f"{now:.3f} stalled: {what}")
     s.say(Send(f"{event.kind}:{event.name}", m.DumpStacks()))
+
+
+def barren(s: Scheduler, now: float) -> None:
+    """A batch's worth of groups in a row had too few valid executions: they are replaced, and nothing will be trained
+    until what fails them is mended. That is not retried away, so a person is told, with the last reason.
+    """
+    if s.barren_groups < s.rules.groups_per_batch:
+        return
+    what = f"{s.barren_groups} in a row had too few valid executions; the last that failed: {s.last_failure}"
+    s.alarms[GROUPS] = Alarm(s.alarms[GROUPS].since if GROUPS in s.alarms else now, what)
 
 
 def stacks_kept(s: Scheduler, event: StacksKept, now: float) -> None:

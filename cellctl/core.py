@@ -74,6 +74,8 @@ class Scheduler:
         self.boundary = PolicyVersion(0, 0)  # weights at the last burst boundary: no engine serves older ones for long
         self.groups_packed = 0  # closed, packed and with enough valid executions, since the run began
         self.owed_groups = 0
+        self.barren_groups = 0  # in a row, with too few valid executions
+        self.last_failure = ""  # of an execution that counts for nothing: its outcome and why
         self.frozen = False
         self.job = JobState()
         self.table_number = 0
@@ -182,6 +184,7 @@ class Scheduler:
     def _restart(self, event: Restart, now: float) -> None:
         self.present.clear()
         self.alarms.clear()
+        alarms.barren(self, now)
         self.executors.clear()
         self.job.facts, self.job.leaving = None, ""  # of an earlier life of the job, until the supervisor tells
         self.promises.forget_all_but("group")

@@ -9,7 +9,7 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cellctl import policies
+from cellctl import alarms, policies
 from gyre_base import messages as m
 from gyre_base.daemon import Answer, Send, WakeAt
 from gyre_base.shards import proxyd_peer, shard_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cellctl.core import Scheduler
 
 
+FAILURE_LENGTH = 200  # characters of a failed execution's words that an alarm repeats
 ON_ITS_WAY_S = 10.0  # an order that an executor does not know after so long was lost
 
 
@@ -150,6 +151,9 @@ def finished(s: Scheduler, event: m.ExecutionFinished, now: float) -> None:
         executor = record.executor
         s.totals["harness_errors"] += event.harness_errors
         s.totals["calls"] += event.calls
+        if not event.outcome.counts:
+            first = next(iter(event.error.strip().splitlines()), "") or "no word of why"
+            s.last_failure = f"{event.execution}: {event.outcome.value}: {first[:FAILURE_LENGTH]}"
         end_attempt(s, event.execution, event.outcome, event.score, event.wall_s, now)
         s.say(Send(proxyd_of(s, event.execution), m.CloseExecution(execution=event.execution)))
         if executor in s.executors:
@@ -213,7 +217,12 @@ def packed(s: Scheduler, event: m.GroupPacked, now: float) -> None:
     s.ledger.pack(event.group, event.enough)
     if event.enough:
         s.groups_packed += 1
-    elif not s.policy.replaces:
+        s.barren_groups = 0
+        s.alarms.pop(alarms.GROUPS, None)
+        return
+    s.barren_groups += 1
+    alarms.barren(s, now)
+    if not s.policy.replaces:
         s.owed_groups += 1
 
 

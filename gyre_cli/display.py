@@ -24,6 +24,7 @@ class Display:
         self._last_line = 0.0
         self._scores: list[float] = []
         self._step = -1
+        self._alarms: set[str] = set()  # that stand and were told
 
     def __enter__(self) -> Display:
         if self._tty:
@@ -50,6 +51,10 @@ class Display:
         if run["step"] != self._step and run.get("score") is not None:
             self._step = run["step"]
             self._scores.append(run["score"])
+        standing = {row["alarm"]: row["what"] for row in rows if "alarm" in row}
+        for name in standing.keys() - self._alarms:
+            self.say(f"alarm: {name}: {standing[name]}")
+        self._alarms = set(standing)
         if self._live is not None:
             self._live.update(self._panel(rows), refresh=True)
         elif not self._quiet and time.monotonic() - self._last_line > LINE_EVERY_S:

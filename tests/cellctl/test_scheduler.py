@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cellctl import view
 from cellctl.core import Restart, Scheduler, Start, Unexpected
 from cellctl.roles import Cell, IllegalTransition
 from gyre_base import messages as m
@@ -165,3 +166,23 @@ def test_a_group_that_closed_while_trajd_was_gone_is_told_to_it_again_even_by_a_
     assert told[0] in core.handle(m.Hello(kind="trajd", name="trajd", life=2, pid=2), 3.0)
     core.handle(m.GroupPacked(group=told[0].message.group, enough=True, counted=2, micro_steps=1, owned_tokens=1), 4.0)
     assert told[0] not in core.handle(m.Hello(kind="trajd", name="trajd", life=3, pid=3), 5.0)
+
+
+def test_groups_that_come_to_nothing_are_an_alarm_until_one_can_be_trained():
+    """Replaced for ever, in silence, would be a run that burns its allocation."""
+    world = World(3, policy="elastic", heldout=0)
+    world.odds = (0, 0, 1)  # an evaluator that always fails
+    core = world.core
+    while core.barren_groups < core.rules.groups_per_batch:
+        world.run_one()
+    assert core.version.step == 0
+    [row] = [row for row in view.status(core, world.now) if row.get("alarm") == "groups"]
+    assert row["what"].startswith(f"{core.barren_groups} in a row")
+    assert row["what"].endswith("evaluator_failed: the tests are gone")
+    next_life = Scheduler()
+    for at, event in world.events:
+        next_life.handle(event, at)
+    next_life.handle(Restart(life=2), world.now)
+    assert "groups" in next_life.alarms
+    world.odds = (1, 0, 0)
+    assert world.run().core.alarms == {}

@@ -69,12 +69,15 @@ class World:
         for _ in range(limit):
             if self.core.phase == "done":
                 return self
-            self.now, _, event = heapq.heappop(self.queue)
-            if callable(event):
-                event()
-                continue
-            self.feed(event)
+            self.run_one()
         raise AssertionError(f"not done after {limit} events: {self.core.phase}, step {self.core.version}")
+
+    def run_one(self) -> None:
+        self.now, _, event = heapq.heappop(self.queue)
+        if callable(event):
+            event()
+        else:
+            self.feed(event)
 
     def feed(self, event: Any) -> None:
         before = self.core.version
@@ -125,7 +128,8 @@ class World:
                 return
             outcome = self.random.choices([Outcome.SCORED, Outcome.PARTIAL, Outcome.EVALUATOR_FAILED], self.odds)[0]
             score = self.random.random() if outcome.counts else None
-            self.feed(m.ExecutionFinished(execution=order.execution, outcome=outcome, score=score))
+            error = "" if outcome.counts else "the tests are gone\nTraceback"
+            self.feed(m.ExecutionFinished(execution=order.execution, outcome=outcome, score=score, error=error))
 
         self.running[order.execution] = self.now
         self.put(self.random.lognormvariate(1.0, 0.6), end)
