@@ -1,22 +1,24 @@
-"""Records to lines and back, one at a time.
+"""Records to objects and lines and back, one at a time.
 
-Owns the bytes. Invariants: a call read back is the call written, float32 logprobs bit for bit (non-finite ones become
-NaN, which never trains); unknown keys survive a round trip. A call line may lean on an earlier one (base, keep):
-`runreader` resolves that.
+Owns the objects, and the bytes of a line (those of a frame: `runpacked`). Invariants: a call read back is the call
+written, float32 logprobs bit for bit (non-finite ones become NaN, which never trains); unknown keys survive a round
+trip. A call may lean on an earlier one (base, keep): `runreader` resolves that.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
+import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from gyre_base.runblocks import Blocks
 from gyre_base.runrecords import (
@@ -63,9 +65,10 @@ _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls) if f.name != "extra") for cls in KINDS.values()}
 _NESTED: dict[str, Any] = {"agent": Agent, "attempt": Attempt, "sampling": Sampling}
 _LINK = ("base", "keep", "h", "policy", "prompt", "completion")  # keys of a call line that are not fields of Call
-_BULK = ("prompt_ids", "completion_ids", "logprobs")
+_BULK = ("prompt_ids", "completion_ids", "logprobs", "arrays")
 _PLAIN = frozenset(n for n in _FIELDS[Call] if n not in _NESTED and n not in _BULK and n != "spans")
 _TOKEN_ONLY = ("spans", "sampling", "context")
+_DTYPE = re.compile(r"[<|][iufb][1248]")
 _KNOWN = frozenset(("k", *_FIELDS[Call], *_LINK))
 _NESTED_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _NESTED.values()}
 _NESTED_FIELDS = {name: frozenset(f.name for f in dataclasses.fields(cls)) for name, cls in _NESTED.items()}
@@ -83,11 +86,24 @@ def _clean(logprobs: Logprobs | None) -> Logprobs | None:
     return out if finite.all() else np.where(finite, out, np.float32(np.nan))
 
 
-def encode(record: Record) -> bytes:
-    """One line with its newline. A call comes out in full form; `CallWriter` makes the short one."""
+def to_line(obj: Mapping[str, Any]) -> bytes:
+    """One line with its newline."""
+    if "arrays" in obj and obj["k"] == "call":
+        obj = {**obj, "arrays": {name: _spelled(array) for name, array in obj["arrays"].items()}}
+    return orjson.dumps(obj, option=_DUMP)
+
+
+def _spelled(array: NDArray[Any]) -> dict[str, Any]:
+    """A named array in JSON. Its bytes are little-endian, the last axis runs fastest."""
+    array = array.astype(array.dtype.newbyteorder("<"))
+    return {"dtype": array.dtype.str, "shape": array.shape, "base64": base64.b64encode(array.tobytes()).decode()}
+
+
+def encode(record: Record, form: Callable[[Mapping[str, Any]], bytes] = to_line) -> bytes:
+    """One record in a form. A call comes out in full form; `CallWriter` makes the short one."""
     if isinstance(record, Call):
-        return CallWriter().call(record)
-    return to_line(to_object(record))
+        return CallWriter(form=form).call(record)
+    return form(to_object(record))
 
 
 def to_object(record: Record) -> dict[str, Any]:
@@ -98,11 +114,6 @@ def to_object(record: Record) -> dict[str, Any]:
         if value is not None and value != {}:
             line[name] = value
     return {**line, **record.extra}
-
-
-def to_line(obj: Mapping[str, Any]) -> bytes:
-    """One line with its newline."""
-    return orjson.dumps(obj, option=_DUMP)
 
 
 @dataclass(slots=True)
@@ -116,27 +127,35 @@ class _Written:
 
 
 class CallWriter:
-    """Builds call lines, short ones where the base is known. O(new tokens) per call apart from keyframes.
+    """Builds calls in a form, lines or frames (`runpacked.record_frame`), short ones where the base is known.
 
-    A keyframe (full line) every `keyframe_calls` deltas or `keyframe_bytes` of them bounds what one bad line can
-    orphan. A new writer knows no base, so after a restart each history begins with a full line: nothing to recover.
+    O(new tokens) per call apart from keyframes.
+
+    A keyframe (full call) every `keyframe_calls` deltas or `keyframe_bytes` of them bounds what one bad record can
+    orphan. A new writer knows no base, so after a restart each history begins with a full call: nothing to recover.
     """
 
     def __init__(
-        self, *, keyframe_calls: int = 32, keyframe_bytes: int = 8 << 20, blocks: Blocks | None = None
+        self,
+        *,
+        form: Callable[[Mapping[str, Any]], bytes] = to_line,
+        keyframe_calls: int = 32,
+        keyframe_bytes: int = 8 << 20,
+        blocks: Blocks | None = None,
     ) -> None:
+        self._form = form
         self._blocks = blocks  # needed for text-level calls only
         self._keyframe_calls = keyframe_calls
         self._keyframe_bytes = keyframe_bytes
         self._written: dict[str, dict[str, _Written]] = {}
 
     def call(self, call: Call, base: str | None = None, keep: int = 0) -> bytes:
-        """The line of `object`, which see."""
-        line = to_line(self.object(call, base, keep))
+        """The line or frame of `object`, which see."""
+        made = self._form(self.object(call, base, keep))
         written = self._written[call.exec][call.call]
         if written.deltas:
-            written.size += len(line)
-        return line
+            written.size += len(made)
+        return made
 
     def object(self, call: Call, base: str | None = None, keep: int = 0) -> dict[str, Any]:
         """The object of a finished call whose prompt begins with the first `keep` tokens of base's prompt + completion.
@@ -158,6 +177,8 @@ class CallWriter:
         bulk: dict[str, Any] = {"prompt_ids": tail, "completion_ids": completion, "logprobs": logprobs}
         if call.level == "text" and self._blocks is not None:
             bulk = {"prompt": self._blocks.many(tail), "completion": self._blocks.many(completion)}
+        elif call.arrays:
+            bulk["arrays"] = call.arrays
         deltas, size = (before.deltas + 1, before.size) if before else (0, 0)
         total = len(call.prompt_ids) + len(completion)
         self._written.setdefault(call.exec, {})[call.call] = _Written(digest, total, deltas, size)
@@ -202,42 +223,6 @@ def _call_head(call: Call) -> dict[str, Any]:
 def _said(value: Any) -> dict[str, Any]:
     """An agent, attempt or sampling as an object; `dataclasses.asdict` copies deeply, which costs more."""
     return {name: said for name in _NESTED_NAMES[type(value)] if (said := getattr(value, name)) is not None}
-
-
-def repair_tail(path: Path) -> bytes:
-    """Make a file safe to append to, before the first append. Returns what was cut off (kept in `<name>.torn` too).
-
-    A last line that is whole but lacks its newline is data and gets one.
-    """
-    with path.open("rb+") as file:
-        size = file.seek(0, 2)
-        start = _last_line(file, size)
-        file.seek(start)
-        line = file.read()
-        if not line:
-            return b""
-        try:
-            orjson.loads(line)
-        except orjson.JSONDecodeError:
-            with path.with_name(path.name + ".torn").open("ab") as side:
-                side.write(line)
-            file.truncate(start)
-            return line
-        file.write(b"\n")
-        return b""
-
-
-def _last_line(file: Any, size: int) -> int:
-    """Offset just after the last newline, searched backwards."""
-    end = size
-    while end > 0:
-        start = max(0, end - (1 << 16))
-        file.seek(start)
-        at = file.read(end - start).rfind(b"\n")
-        if at >= 0:
-            return int(start + at + 1)
-        end = start
-    return 0
 
 
 # ---- parsing one object -------------------------------------------------------------------------------------------
@@ -296,6 +281,8 @@ def call_fields(obj: dict[str, Any]) -> dict[str, Any]:
         out["spans"] = tuple(Span(str(p), int(a), int(b)) for p, a, b in obj.get("policy") or ())
     except (TypeError, ValueError, AttributeError) as error:
         raise BadRecord(f"bad agent, attempt, sampling or policy: {error}") from None
+    if obj.get("arrays"):
+        out["arrays"] = named_arrays(obj["arrays"])
     return {**out, "extra": extra}
 
 
@@ -336,6 +323,29 @@ def logprobs_array(values: Any) -> Logprobs | None:
     if not isinstance(values, list) or out.ndim != 1:
         raise BadRecord("logprobs is not a list of numbers")
     return out
+
+
+def named_arrays(values: Any) -> dict[str, NDArray[Any]]:
+    """Arrays by name: as a record's frame gives them, as [dtype, shape, bytes], or as a line spells them. Raises
+    BadRecord.
+    """
+    if not isinstance(values, dict):
+        raise BadRecord("arrays is not an object")
+    return {str(name): _named_array(name, value) for name, value in values.items()}
+
+
+def _named_array(name: Any, value: Any) -> NDArray[Any]:
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        if isinstance(value, dict):
+            value = value["dtype"], value["shape"], base64.b64decode(value["base64"], validate=True)
+        dtype, shape, data = value
+        if not _DTYPE.fullmatch(dtype):
+            raise ValueError(f"a dtype of {dtype!r}")
+        return np.frombuffer(data, dtype).reshape(shape)
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadRecord(f"the array {name} can't be read: {error}") from None
 
 
 def _floats(values: Any) -> Any:

@@ -1,10 +1,12 @@
-"""The run file `gyre.run/1`: one JSON object per line, arrays last. proxyd writes it; trajd and trajtools read it.
+"""The run file `gyre.run/1`: a record per line of JSON or per frame. proxyd writes it; trajd and trajtools read it.
 
-The public names of three modules: `runrecords` (what is recorded), `runcodec` (its bytes), `runreader` (the file,
-damaged or growing). Decides nothing about training. Format: docs, "Run file".
+The public names of four modules: `runrecords` (what is recorded), `runcodec` (lines), `runpacked` (frames),
+`runreader` (files, damaged or growing). Decides nothing about training. Format: docs, "Run file".
 """
 
-from gyre_base.runcodec import BadRecord, CallWriter, RunFileError, decode, encode, repair_tail
+from gyre_base.runcodec import BadRecord, CallWriter, RunFileError, decode, encode
+from gyre_base.runmend import repair_tail
+from gyre_base.runpacked import framed, record_frame
 from gyre_base.runreader import Bad, Located, ReadReport, RunReader, read_run
 from gyre_base.runrecords import (
     LABELS,
@@ -60,7 +62,9 @@ __all__ = [
     "context_digest",
     "decode",
     "encode",
+    "framed",
     "read_run",
+    "record_frame",
     "repair_tail",
     "trainable_mask",
 ]

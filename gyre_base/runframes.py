@@ -1,147 +1,143 @@
-"""The binary form of a run file (`.gtr`): blocks of records with their arrays as byte planes, compressed with zstd.
+"""The binary container of a run file (`.gtr`): a magic, then frames with a checksum each. The content is `runpacked`'s.
 
-Owns the bytes of docs, "Run file", binary form. The objects are those of the JSON lines; arrays are stored apart. A
-torn tail is found by length and checksum, everything before it is good; the index at the end is a convenience that a
-scan rebuilds. Resolves no delta: `RunReader.objects` does.
+Owns finding frames: behind an offset, in a file that grows, that is torn at its end or has a changed byte anywhere.
+Invariant: a frame that is given as sound is byte for byte what was written, its header included.
 """
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
 
-import msgpack
-import numpy as np
 import xxhash
 
 from gyre_base.runcodec import RunFileError
-from gyre_base.runrecords import NO_IDS
 
 MAGIC = b"gyre.gtr/1\n"
-_FRAME = struct.Struct("<IIIBxxx")  # stored bytes, bytes when unpacked, xxh32 of the stored bytes, kind
-BLOCK, INDEX = 1, 2
-BLOCK_TOKENS = 1 << 18
-_IDS = ("prompt_ids", "completion_ids")
-_LEVEL = 12
+BLOCK, INDEX, RECORD = 1, 2, 3
+SYNC = b"\xf7gtr"  # begins a header; no UTF-8 text holds it, so it is rare in what lies between
+_HEADER = struct.Struct("<4sIIIB")  # SYNC, stored bytes, size, checksum of the stored bytes, kind; then three of a seal
+HEADER_BYTES = _HEADER.size + 3
+_SEARCH_BYTES = 1 << 20
+_CHECK = 0xFFFFFFFF
 
 
-@dataclass
-class FrameWriter:
-    """Collects objects and writes a block when there are enough. `close` writes the rest and the index."""
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Bytes [start, end) of a file: a frame, or (not `sound`) what stands where one should.
 
-    file: BinaryIO
-    size: int = 0
-    _heads: list[dict[str, Any]] = field(default_factory=list)
-    _ids: list[Any] = field(default_factory=list)
-    _logprobs: list[Any] = field(default_factory=list)
-    _tokens: int = 0
-    _offsets: list[tuple[int, int]] = field(default_factory=list)  # (offset, records)
+    `size`: bytes of the unpacked block, or of a record's head. An unsound frame whose header is whole has its kind and
+    what is stored under it; without such a header its kind is 0.
+    """
 
-    def __post_init__(self) -> None:
-        self.size += self.file.write(MAGIC)
+    start: int
+    end: int
+    kind: int
+    size: int
+    stored: bytes
+    sound: bool
 
-    def write(self, obj: dict[str, Any]) -> None:
-        head, lengths = dict(obj), []
-        for key in _IDS:
-            if (array := head.pop(key, None)) is not None:
-                self._ids.append(array)
-                lengths.append(len(array))
-        if lengths:
-            logprobs = head.pop("logprobs", None)
-            lengths.append(-1 if logprobs is None else len(logprobs))
-            self._logprobs.append(np.zeros(0, np.float32) if logprobs is None else logprobs)
-            head["#"] = lengths
-            self._tokens += sum(lengths)
-        self._heads.append(head)
-        if self._tokens >= BLOCK_TOKENS or len(self._heads) >= 4096:
-            self._flush()
 
-    def close(self) -> int:
-        self._flush()
-        self._frame(INDEX, msgpack.packb(self._offsets))
-        return self.size
+def pack_frame(kind: int, size: int, *parts: memoryview) -> bytes:
+    """One frame with its header, the parts one after the other. Raises struct.error for 4 GiB and more."""
+    length, check = 0, xxhash.xxh3_64()
+    for part in parts:
+        length += part.nbytes
+        check.update(part)
+    head = _HEADER.pack(SYNC, length, size, check.intdigest() & _CHECK, kind)
+    return b"".join((head, _seal(head), *parts))
 
-    def _flush(self) -> None:
-        if not self._heads:
+
+def _seal(head: bytes) -> bytes:
+    """What proves a header, its length above all: without it nobody knows where the next frame begins."""
+    return xxhash.xxh32_digest(head)[:3]
+
+
+def is_framed(file: BinaryIO) -> bool:
+    """Whether a file that can be sought is of this form, as far as it goes: a torn magic counts. The place is kept."""
+    here = file.tell()
+    file.seek(0)
+    start = file.read(len(MAGIC))
+    file.seek(here)
+    return bool(start) and MAGIC.startswith(start)
+
+
+class Frames:
+    """The frames of a file from `offset` to its present end. Iterate again to go on: a torn end is read once it is
+    whole.
+
+    `torn`: (offset, bytes) at the end in which no frame is sound. What is not sound and has a sound frame behind it is
+    given as an unsound frame that ends where that one begins.
+    """
+
+    def __init__(self, file: BinaryIO, offset: int = 0) -> None:
+        """The file can be sought. Frames begin at `offset`, or behind the magic."""
+        self._file = file
+        self.offset = offset
+        self.torn: tuple[int, int] | None = None
+
+    def __iter__(self) -> Iterator[Frame]:
+        """Raises RunFileError if the file does not begin with the magic."""
+        size = self._file.seek(0, 2)
+        self.torn = None
+        if self.offset == 0 and not self._begun():
+            self.torn = (0, size) if size else None
             return
-        parts = [msgpack.packb(self._heads), _planes(self._ids, "<i4"), _planes(self._logprobs, "<f4")]
-        self._offsets.append((self.size, len(self._heads)))
-        self._frame(BLOCK, b"".join([struct.pack("<III", *map(len, parts)), *parts]))
-        self._heads, self._ids, self._logprobs, self._tokens = [], [], [], 0
+        while self.offset < size:
+            frame = self._frame(self.offset, size)
+            if not frame.sound:
+                found = self._search(frame.start + 1, size)
+                if found is None:
+                    self.torn = (frame.start, size - frame.start)
+                    return
+                frame = Frame(frame.start, found, frame.kind, frame.size, frame.stored, sound=False)
+            self.offset = frame.end
+            yield frame
 
-    def _frame(self, kind: int, payload: bytes) -> None:
-        import zstandard
-
-        stored = zstandard.ZstdCompressor(level=_LEVEL).compress(payload)
-        self.size += self.file.write(_FRAME.pack(len(stored), len(payload), xxhash.xxh32_intdigest(stored), kind))
-        self.size += self.file.write(stored)
-
-
-@dataclass
-class FrameReader:
-    """The objects of a binary file. `torn`: (offset, bytes) of what could not be used at the end."""
-
-    source: Path | BinaryIO
-    torn: tuple[int, int] | None = None
-    size: int = 0
-
-    def objects(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """(offset and end of its block, object). Raises RunFileError for a file that is none of ours."""
-        if isinstance(self.source, Path):
-            with self.source.open("rb") as file:
-                yield from self._read(file)
-        else:
-            yield from self._read(self.source)
-
-    def _read(self, file: BinaryIO) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        if file.read(len(MAGIC)) != MAGIC:
+    def _begun(self) -> bool:
+        """Whether the magic is whole."""
+        start = self._read(0, len(MAGIC))
+        if not MAGIC.startswith(start):
             raise RunFileError("not a binary run file of this version")
-        at = len(MAGIC)
-        while head := file.read(_FRAME.size):
-            stored, end = b"", at
-            if len(head) == _FRAME.size:
-                length, unpacked, check, kind = _FRAME.unpack(head)
-                stored = file.read(length)
-                end = at + _FRAME.size + len(stored)
-                if len(stored) == length and xxhash.xxh32_intdigest(stored) == check:
-                    if kind == BLOCK:
-                        yield from ((at, end, obj) for obj in _unpacked(stored, unpacked))
-                    at = self.size = end
-                    continue
-            rest = len(head) + len(stored) + len(file.read())
-            self.torn = (at, rest)
-            return
+        self.offset = len(MAGIC) if start == MAGIC else 0
+        return start == MAGIC
+
+    def _frame(self, start: int, size: int) -> Frame:
+        """What stands at an offset; `end` is right only if it is sound."""
+        head = self._read(start, HEADER_BYTES)
+        if len(head) < HEADER_BYTES or not head.startswith(SYNC) or _seal(head[:-3]) != head[-3:]:
+            return Frame(start, size, 0, 0, b"", sound=False)
+        _, length, told, check, kind = _HEADER.unpack_from(head)
+        end = start + HEADER_BYTES + length
+        if end > size:
+            return Frame(start, size, 0, 0, b"", sound=False)
+        stored = self._file.read(length)
+        sound = len(stored) == length and xxhash.xxh3_64_intdigest(stored) & _CHECK == check
+        return Frame(start, end, kind, told, stored, sound)
+
+    def _search(self, start: int, size: int) -> int | None:
+        """Where the next sound frame begins: behind damage, or inside a torn frame onto which others were written."""
+        while start < size:
+            window = self._read(start, _SEARCH_BYTES)
+            at = window.find(SYNC)
+            while at >= 0:
+                if start + at < size and self._frame(start + at, size).sound:
+                    return start + at
+                at = window.find(SYNC, at + 1)
+            if len(window) < _SEARCH_BYTES:
+                return None
+            start += _SEARCH_BYTES - len(SYNC) + 1
+        return None
+
+    def _read(self, start: int, size: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(size)
 
 
-def _unpacked(stored: bytes, size: int) -> Iterator[dict[str, Any]]:
-    import zstandard
-
-    payload = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
-    lengths = struct.unpack_from("<III", payload)
-    edges = np.cumsum([12, *lengths]).tolist()
-    heads, ids, logprobs = (payload[a:b] for a, b in pairwise(edges))
-    all_ids, all_logprobs = _joined(ids, "<i4"), _joined(logprobs, "<f4")
-    at = at_logprob = 0
-    for head in msgpack.unpackb(heads, strict_map_key=False):
-        counts = head.pop("#", None)
-        if counts is not None:
-            prompt, completion, n = counts
-            head["prompt_ids"] = all_ids[at : at + prompt] if prompt else NO_IDS
-            head["completion_ids"] = all_ids[at + prompt : at + prompt + completion]
-            head["logprobs"] = all_logprobs[at_logprob : at_logprob + n] if n >= 0 else None
-            at, at_logprob = at + prompt + completion, at_logprob + max(n, 0)
-        yield head
-
-
-def _planes(arrays: Iterable[Any], form: str) -> bytes:
-    """All first bytes, then all second bytes, and so on: like stands by like, which is what compresses."""
-    joined = np.concatenate([np.zeros(0, form), *arrays]).astype(form)
-    return joined.view(np.uint8).reshape(-1, 4).T.tobytes()
-
-
-def _joined(planes: bytes, form: str) -> Any:
-    return np.frombuffer(planes, np.uint8).reshape(4, -1).T.copy().view(form).reshape(-1)
+def frame_at(data: bytes, start: int) -> Frame:
+    """The frame that `data` was read as, from a place that `Frames` gave before; it may have changed since."""
+    found = Frames(io.BytesIO(data))._frame(0, len(data))
+    return Frame(start, start + len(data), found.kind, found.size, found.stored, found.sound)

@@ -1,23 +1,27 @@
-"""Reading a run file: delta lines resolved, damage reported, duplicates ignored, from any offset and while it grows.
+"""Reading a run file, lines or frames: deltas resolved, damage reported, duplicates ignored, from any offset and while
+it grows.
 
-Owns the rules for what a reader does with each line (docs, "Run file", damaged files). Never changes the file. Memory:
-the distinct tokens of the executions in flight (`forget` drops one), not the sum of their prompts.
+Owns the rules for what a reader does with each record (docs, "Run file", damaged files). Never changes the file.
+Memory: the distinct tokens of the executions in flight (`forget` drops one), not the sum of their prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gyre_base.runblocks import Blocks
 from gyre_base.runcodec import KINDS, BadRecord, call_fields, decode, parse_object
+from gyre_base.runframes import Frame, Frames, is_framed
 from gyre_base.runhistory import History, Line
 from gyre_base.runlines import HEAD_BYTES, Window
+from gyre_base.runpacked import objects
 from gyre_base.runrecords import Call, Record
 from gyre_base.runtape import PROMPT, SENTINEL, Ahead, Short, ahead, array_at, shortened, spliced
 
@@ -29,7 +33,7 @@ _EXEC = re.compile(rb'"exec"\s*:\s*"([^"\\]*)"')
 
 @dataclass(frozen=True)
 class Located:
-    """A record and where its line lies: bytes [offset, end)."""
+    """A record and where its line or frame lies: bytes [offset, end)."""
 
     offset: int
     end: int
@@ -48,7 +52,9 @@ class Bad:
 
 @dataclass
 class ReadReport:
-    """What a reader met besides good records. `torn`: (offset, bytes) of an unfinished last line (a crash)."""
+    """What a reader met besides good records. `torn`: (offset, bytes) of an unfinished last record (a crash)."""
+
+    unit: str = "line"  # or "frame": what stands at these offsets
 
     records: Counter[str] = field(default_factory=Counter)
     unknown_kinds: Counter[str] = field(default_factory=Counter)
@@ -61,7 +67,9 @@ class ReadReport:
 
 
 class RunReader:
-    """Iterates one run file. Call `records` again to go on where it ended: a torn end is read once it is whole."""
+    """Iterates one run file of either form. Call `records` again to go on where it ended: a torn end is read once it is
+    whole.
+    """
 
     def __init__(
         self, source: str | Path | BinaryIO, offset: int = 0, *, blocks: Blocks | None = None, fast: bool = True
@@ -78,12 +86,16 @@ class RunReader:
 
     def records(self) -> Iterator[Located]:
         """Every good record from `offset` to the present end, in file order. Raises RunFileError on a higher major."""
-        if isinstance(self._source, (str, Path)):
-            with open(self._source, "rb", buffering=0) as file:
+        if not isinstance(self._source, (str, Path)):
+            framed = self._source.seekable() and is_framed(self._source)
+            yield from self._frames(self._source) if framed else self._lines(self._source)
+            return
+        with open(self._source, "rb", buffering=0) as file:
+            if is_framed(file):
+                yield from self._frames(io.BufferedReader(file, 1 << 20))
+            else:
                 file.seek(self.offset)
                 yield from self._lines(file)
-        else:
-            yield from self._lines(self._source)
 
     def forget(self, execution: str) -> None:
         """Drop the state of an execution that gets no more calls. A later delta on it would be an orphan."""
@@ -94,16 +106,32 @@ class RunReader:
         if whole := line.strip(_BLANK):
             yield from self._line(whole, offset + line.find(whole), offset + len(line))
 
-    def objects(self, objects: Iterable[tuple[int, int, dict[str, Any]]]) -> Iterator[Located]:
-        """Records of objects that another form (binary frames) gave: (offset, end, object)."""
-        for start, end, obj in objects:
+    def frame(self, frame: Frame) -> Iterator[Located]:
+        """The records of one frame; for those who find frames themselves."""
+        self.report.unit = "frame"
+        try:
+            if not frame.sound:
+                raise BadRecord("its checksum does not fit" if frame.kind else "no frame begins here")
+            found = objects(frame)
+        except BadRecord as error:
+            self.report.bad.append(Bad(frame.start, frame.end, str(error)))
+            return
+        for obj in found:
             try:
-                record = self._record(obj, start, end)
+                record = self._record(obj, frame.start, frame.end)
             except BadRecord as error:
-                self.report.bad.append(Bad(start, end, str(error)))
+                self.report.bad.append(Bad(frame.start, frame.end, str(error)))
                 continue
             if record is not None:
-                yield Located(start, end, record)
+                yield Located(frame.start, frame.end, record)
+
+    def _frames(self, file: BinaryIO) -> Iterator[Located]:
+        self.report.unit, self.report.torn = "frame", None
+        frames = Frames(file, self.offset)
+        for frame in frames:
+            self.offset = frame.end
+            yield from self.frame(frame)
+        self.offset, self.report.torn = frames.offset, frames.torn
 
     def _lines(self, file: BinaryIO) -> Iterator[Located]:
         self.report.torn = None
@@ -259,10 +287,11 @@ class RunReader:
 
     def _bound(self, execution: str, history: History) -> None:
         """Keep the tapes of recent executions only; the others are told again from their bodies when needed."""
-        if next(reversed(self._recent), None) == execution:
+        latest = next(reversed(self._recent), None)
+        if latest == execution:
             return  # its size is looked at when it is another's turn
-        if before := self._histories.get(next(reversed(self._recent), "")):
-            self._weigh(next(reversed(self._recent)), before)
+        if latest is not None and (before := self._histories.get(latest)):
+            self._weigh(latest, before)
         self._weigh(execution, history)
         while self._tape_bytes > _TAPE_BYTES and len(self._recent) > 1:
             oldest, freed = self._recent.popitem(last=False)

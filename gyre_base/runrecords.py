@@ -67,6 +67,7 @@ class Call:
 
     `prompt_ids` int32[P], `completion_ids` int32[C], `logprobs` float32[C] or None (then the call is context only).
     `context` is the xxh3-128 of the prompt ids as the engine got them, if the writer kept it. Times are epoch seconds.
+    `arrays`: further arrays of the call by name (numbers of any shape); nothing here looks into them.
     `level` "text": nobody recorded ids; the arrays hold numbers of `runblocks.Blocks` and there are no logprobs.
     """
 
@@ -89,6 +90,7 @@ class Call:
     prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
     completion_ids: Ids = field(default_factory=lambda: NO_IDS)
     logprobs: Logprobs | None = None
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from gyre_base.config import Config
 from gyre_base.rundir import RunDir
+from gyre_base.runframes import Frames
+from gyre_base.runpacked import head_of
 
 SCORE_WINDOW = 8  # groups of which the training curve shows the mean
 
@@ -67,13 +69,11 @@ def gather(
 def resent_tokens(run: RunDir) -> dict[str, int]:
     """Of calls that went on at another engine: tokens sent again, and those that were read there and not computed."""
     resent = reread = 0
-    for path in run.path("calls").glob("*.jsonl"):
-        with open(path, "rb") as lines:
-            for line in lines:
-                if b'"resent":' not in line:
-                    continue
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn tail; a prompt with these letters
-                    sent, read = json.loads(line)["capture"]["resent"]
+    for path in run.path("calls").glob("*.gtr"):
+        with open(path, "rb") as file:
+            for frame in Frames(file):
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # damage, or none of these calls
+                    sent, read = head_of(frame)["capture"]["resent"]
                     resent, reread = resent + sent, reread + read
     return {"tokens_resent": resent, "tokens_resent_read": reread}
 

@@ -77,7 +77,7 @@ def sampled_tokens(run: RunDir) -> dict[str, int]:
     """Sampled tokens by execution, where the run has its call log."""
     from trajtools.load import Stream
 
-    if not any(run.path("calls").glob("*.jsonl")):
+    if not any(run.path("calls").glob("*.gtr")):
         return {}
     return {one.id: sum(mark.sampled for mark in one.forest.marks()) for one in Stream(run.path("calls")).executions()}
 

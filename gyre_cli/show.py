@@ -23,7 +23,7 @@ def history_of(run: RunDir, page: Any) -> Any:
     from trajtools.load import Stream
     from trajtools.tree import history
 
-    if not any(run.path("calls").glob("*.jsonl")):
+    if not any(run.path("calls").glob("*.gtr")):
         return None
     found = next((one for one in Stream(run.path("calls")).executions() if one.id == page.execution), None)
     if found is None:

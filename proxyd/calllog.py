@@ -1,6 +1,6 @@
 """The call log: one append-only file per shard and life, group commit in a thread, and the way back from it at start.
 
-Invariant: `append` resolves only when the line is as durable as the run asks (DESIGN 3.5). A disk that is full holds
+Invariant: `append` resolves only when the record is as durable as the run asks (DESIGN 3.5). A disk that is full holds
 calls: the writer cuts what it half wrote, says so and tries again until it succeeds; nothing is dropped.
 """
 
@@ -17,18 +17,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gyre_base.rundir import RunDir
-from gyre_base.runfile import Note, Record, RunHeader, RunReader, encode
+from gyre_base.runfile import Note, Record, RunHeader, RunReader, framed
+from gyre_base.runframes import MAGIC
 
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
-BATCH = 512  # lines per write
-NAME = "{proxyd}-{life}.jsonl"
+BATCH = 512  # records per write
+NAME = "{proxyd}-{life}.gtr"
 
 _Item = tuple[Callable[[], bytes], asyncio.Future[None]]
 
 
 class CallLog:
-    """Appends lines. `durable` False leaves them in the page cache: they survive the process, not the node."""
+    """Appends records, a frame each. `durable` False leaves them in the page cache: they survive the process, not the
+    node.
+    """
 
     def __init__(self, path: Path, header: RunHeader, *, durable: bool) -> None:
         self.path, self._durable = path, durable
@@ -38,26 +41,26 @@ class CallLog:
         self._appended: list[_Item] = []  # in this turn of the loop
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self.trouble = ""  # why nothing can be written just now
-        self._write(encode(header))
+        self._write((b"" if self._end else MAGIC) + framed(header))
         self._thread = threading.Thread(target=self._work, name="call-log", daemon=True)
         self._thread.start()
 
-    def append(self, line: Callable[[], bytes]) -> asyncio.Future[None]:
-        """Resolved when the line is on disk. `line` is called in the writer's thread, in order of `append`."""
+    def append(self, frame: Callable[[], bytes]) -> asyncio.Future[None]:
+        """Resolved when the frame is on disk. `frame` is called in the writer's thread, in order of `append`."""
         future: asyncio.Future[None] = self._loop.create_future()
         if not self._appended:
             self._loop.call_soon(self._hand_over)
-        self._appended.append((line, future))
+        self._appended.append((frame, future))
         return future
 
     def _hand_over(self) -> None:
-        """All lines of one turn at once: waking the thread costs more than a line."""
+        """All records of one turn at once: waking the thread costs more than a record."""
         if self._appended:
             self._queue.put(self._appended)
             self._appended = []
 
     def note(self, note: Note) -> asyncio.Future[None]:
-        return self.append(lambda: encode(note))
+        return self.append(lambda: framed(note))
 
     def close(self) -> None:
         """Write what is queued and end. Waits at most ten seconds for a disk in trouble."""
@@ -91,15 +94,15 @@ class CallLog:
         return batch, True
 
     def _commit(self, batch: list[_Item]) -> None:
-        lines: list[bytes] = []
+        frames: list[bytes] = []
         failed: dict[int, Exception] = {}
         for place, (make, _) in enumerate(batch):
             try:
-                lines.append(make())
+                frames.append(make())
             except Exception as error:  # one bad record must not stop the log
                 log.exception("a record can't be written")
                 failed[place] = error
-        self._write(b"".join(lines))
+        self._write(b"".join(frames))
         self._loop.call_soon_threadsafe(_resolve, [future for _, future in batch], failed)
 
     def _write(self, data: bytes) -> None:
@@ -141,7 +144,7 @@ def _resolve(futures: list[asyncio.Future[None]], failed: dict[int, Exception]) 
 
 
 def earlier_records(run: RunDir, proxyd: str) -> Iterator[Record]:
-    """Every record of earlier lives of a shard, oldest life first. Damaged lines are counted and passed over."""
+    """Every record of earlier lives of a shard, oldest life first. Damaged ones are counted and passed over."""
     for path in sorted(run.path("calls").glob(NAME.format(proxyd=proxyd, life="*")), key=_life):
         reader = RunReader(path)
         for located in reader.records():
@@ -149,7 +152,7 @@ def earlier_records(run: RunDir, proxyd: str) -> Iterator[Record]:
         report = reader.report
         if report.bad or report.torn or report.conflicts:
             log.warning(
-                "%s: %d bad lines, torn %s, conflicts %d", path, len(report.bad), report.torn, len(report.conflicts)
+                "%s: %d bad frames, torn %s, conflicts %d", path, len(report.bad), report.torn, len(report.conflicts)
             )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gyre_base.config import Config
-from gyre_base.runfile import CallWriter
+from gyre_base.runfile import CallWriter, record_frame
 from proxyd.calllog import CallLog
 from proxyd.capture import Forest, Node, Plan
 from proxyd.chat import ChatModel, Piece
@@ -97,7 +97,7 @@ class Service:
         self.config, self.chat = config, chat
         self._engines, self._log, self._feed = engines, calls, feed
         self.now, self.fatal = now, fatal
-        self._writer = CallWriter()
+        self._writer = CallWriter(form=record_frame)
         self.forests: dict[str, Forest] = {}
         self._memories: dict[str, Memory] = {}
         self.open: dict[str, Open] = {}
@@ -369,10 +369,10 @@ class Service:
         plan, progress, writer = opened.plan, opened.progress, self._writer
         base = plan.base.call if plan.base is not None else None
 
-        def line() -> bytes:
+        def frame() -> bytes:
             return writer.call(call_record(facts, plan, progress), base, plan.keep)
 
-        self._log.append(line).add_done_callback(lambda written: self._written(opened, node, facts, written))
+        self._log.append(frame).add_done_callback(lambda written: self._written(opened, node, facts, written))
 
     def _written(self, opened: Open, node: Node, facts: Facts, written: asyncio.Future[None]) -> None:
         self.open.pop(opened.key, None)

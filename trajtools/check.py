@@ -27,7 +27,7 @@ from trajtools.words import sizes
 
 SHOWN = 20  # findings per rule that a report carries; all are counted
 RULES = {
-    "readable": "every line is a record",
+    "readable": "every line or frame is a record",
     "unique-id": "one payload per call id",
     "logprob-length": "as many logprobs as completion tokens, or none",
     "logprob-range": "finite logprobs are at most 0 (+1e-4)",
@@ -46,7 +46,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a rule does not hold. `offset` is the byte offset of the line, -1 where there is none."""
+    """One place where a rule does not hold. `offset` is the byte offset of the record, -1 where there is none."""
 
     rule: str
     execution: str
@@ -116,7 +116,9 @@ def _of_lines(recording: Recording) -> Iterator[Finding]:
         yield from (Finding("readable", "", "", bad.offset, bad.reason) for bad in report.bad)
         yield from (Finding("logprob-length", "", "", bad.offset, bad.reason) for bad in report.defects)
         if report.torn:
-            yield Finding("readable", "", "", report.torn[0], f"the last line is torn ({report.torn[1]} bytes)")
+            yield Finding(
+                "readable", "", "", report.torn[0], f"the last {report.unit} is torn ({report.torn[1]} bytes)"
+            )
     for execution, call, offset in recording.conflicts:
         yield Finding("unique-id", execution, call, offset, "came twice with different tokens or logprobs")
 

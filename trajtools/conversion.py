@@ -65,7 +65,7 @@ def convert(
         raise UnknownFormat(
             f"{getattr(source, 'name', source)} holds no record; formats read here: {', '.join(FORMATS)}"
         )
-    left_out = Counter({"lines that are no record": sum(len(r.bad) for r in recording.reports.values())})
+    left_out = Counter({"damaged lines or frames": sum(len(r.bad) for r in recording.reports.values())})
     left_out["calls of another level than their execution"] = len(recording.mixed)
     for record in [*recording.loose, *(r for e in recording.executions.values() for r in e.others)]:
         if isinstance(record, Note):

@@ -1,4 +1,4 @@
-"""What is wrong with a call log: damaged lines, conflicts, calls that are missing. Counted, the first few named."""
+"""What is wrong with a call log: damaged records, conflicts, calls that are missing. Counted, the first few named."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from trajtools.recording import Execution, Recording
 from trajtools.words import counted
 
-SHOWN = 5  # bad lines and incomplete executions that a report names; all are counted
+SHOWN = 5  # bad records and incomplete executions that a report names; all are counted
 
 
 @dataclass(frozen=True)
 class Damage:
     """What the reader met besides good records."""
 
-    bad_lines: int
+    bad_records: int
     bad: tuple[tuple[str, int, int, str], ...]  # file, offset, bytes, reason of the first few
     recovered: int
-    torn: tuple[tuple[str, int, int], ...]  # file, offset, bytes
+    torn: tuple[tuple[str, int, int, str], ...]  # file, offset, bytes, "line" or "frame"
     duplicates: int
     conflicts: int
     defects: int
@@ -34,12 +34,12 @@ class Damage:
         for report in reports.values():
             unknown.update(report.unknown_kinds)
         return cls(
-            bad_lines=sum(len(r.bad) for r in reports.values()),
+            bad_records=sum(len(r.bad) for r in reports.values()),
             bad=tuple((name, b.offset, b.end - b.offset, b.reason) for name, r in reports.items() for b in r.bad)[
                 :SHOWN
             ],
             recovered=sum(r.recovered for r in reports.values()),
-            torn=tuple((name, *r.torn) for name, r in reports.items() if r.torn),
+            torn=tuple((name, *r.torn, r.unit) for name, r in reports.items() if r.torn),
             duplicates=sum(r.duplicates for r in reports.values()),
             conflicts=len(recording.conflicts),
             defects=sum(len(r.defects) for r in reports.values()),
@@ -49,14 +49,16 @@ class Damage:
 
     @property
     def ok(self) -> bool:
-        """Whether every whole line was a record; a torn last line is the trace of a crash, not damage."""
-        return not (self.bad_lines or self.conflicts or self.mixed)
+        """Whether every whole line or frame was a record; a torn last one is the trace of a crash, not damage."""
+        return not (self.bad_records or self.conflicts or self.mixed)
 
     def lines(self) -> list[str]:
-        out = [f"  torn last line in {name} at byte {at}: {size} bytes, not read" for name, at, size in self.torn]
+        out = [
+            f"  torn last {unit} in {name} at byte {at}: {size} bytes, not read" for name, at, size, unit in self.torn
+        ]
         out += [f"  left out of {name} at byte {at}, {size} bytes: {reason}" for name, at, size, reason in self.bad]
         counts = {
-            "bad lines in all": self.bad_lines if self.bad_lines > len(self.bad) else 0,
+            "bad records in all": self.bad_records if self.bad_records > len(self.bad) else 0,
             "records recovered behind a torn one": self.recovered,
             "duplicate calls ignored": self.duplicates,
             "calls in conflict (same id, other tokens)": self.conflicts,

@@ -1,6 +1,6 @@
 """Reading a record into a `Recording`, whole or one execution at a time.
 
-Owns what can be read: a run file (lines or binary), a folder of shards, a run's directory or its `calls/` (with the
+Owns what can be read: a run file (lines or frames), a folder of shards, a run's directory or its `calls/` (with the
 outcomes beside them), a stream, or a record of another tool (`readers`). `Stream` goes through the executions one at a
 time when there are many. Changes no file.
 """
@@ -21,14 +21,10 @@ from typing import BinaryIO, TypeAlias
 
 import orjson
 
-from gyre_base.runfile import (
-    Located,
-    ReadReport,
-    RunHeader,
-    RunReader,
-)
-from gyre_base.runframes import MAGIC, FrameReader
+from gyre_base.runfile import BadRecord, Located, ReadReport, RunHeader, RunReader
+from gyre_base.runframes import BLOCK, Frame, Frames, frame_at, is_framed
 from gyre_base.runlines import split_lines
+from gyre_base.runpacked import head_of
 from trajtools.beside import Outcomes, files_of
 from trajtools.mend import cuts_of, pieces
 from trajtools.recording import Execution, OnCall, Recording, relabel
@@ -69,7 +65,7 @@ def _finish(execution: Execution, outcomes: Outcomes) -> None:
 class Stream:
     """The executions of a log by name, each let go before the next where there are many.
 
-    Memory: one execution (or `at_once` small ones) and 24 bytes per line. `recording` is complete, but for its
+    Memory: one execution (or `at_once` small ones) and 24 bytes per record. `recording` is complete, but for its
     executions, when the iterator ends.
     """
 
@@ -95,11 +91,11 @@ class Stream:
                 self._set_aside(parts, self._side)
 
     def _set_aside(self, parts: list[tuple[str, Path | BinaryIO]], side: Path) -> None:
-        """Every line that was left out, as `repair` would take it out. Other forms have no lines to set aside."""
+        """Every record that was left out, as `repair` would take it out. Other forms have none to set aside."""
         taken: list[bytes] = []
         for name, part in parts:
             report = self.recording.reports.get(name)
-            cuts = cuts_of(report) if report is not None and _is_lines(part) else []
+            cuts = cuts_of(report) if report is not None and _by_record(part) else []
             with _open(part) as file:
                 taken += pieces(file, name, cuts) if cuts else []
         if taken:
@@ -107,8 +103,8 @@ class Stream:
             self.wrote_side = True
 
     def _load(self, parts: list[tuple[str, Path | BinaryIO]]) -> bool:
-        """Everything, unless there are too many executions in files that can be read again by line."""
-        again = all(_is_lines(part) for _, part in parts)
+        """Everything, unless there are too many executions in files that can be read again by record."""
+        again = all(_by_record(part) for _, part in parts)
         for name, part in parts:
             for located in _records(self.recording, name, part):
                 self.recording.take(located.record, located.offset)
@@ -131,15 +127,17 @@ class Stream:
                 self.recording.reports[parts[number][0]] = reader.report
                 if self._on_bytes is not None:
                     self._on_bytes(self.recording.size)
-            for name in sorted(places.lines):
-                yield self._execution(name, places.lines.pop(name), files, readers)
+            for name in sorted(places.records):
+                yield self._execution(name, places.records.pop(name), files, readers)
 
-    def _execution(self, name: str, lines: array[int], files: list[BinaryIO], readers: list[RunReader]) -> Execution:
+    def _execution(self, name: str, records: array[int], files: list[BinaryIO], readers: list[RunReader]) -> Execution:
         made = Recording(blocks=self.recording.blocks)
-        for number, start, end in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        for number, start, end in zip(records[::3], records[1::3], records[2::3], strict=True):
             file, reader = files[number], readers[number]
             file.seek(start)
-            for located in reader.one(file.read(end - start), start):
+            data = file.read(end - start)
+            framed = reader.report.unit == "frame"
+            for located in reader.frame(frame_at(data, start)) if framed else reader.one(data, start):
                 made.take(located.record, located.offset)
         for reader in readers:
             reader.forget(name)
@@ -154,12 +152,33 @@ class Stream:
 
 @dataclass
 class _Places:
-    """Where the lines of each execution lie: (file, start, end) after one another."""
+    """Where the records of each execution lie: (file, start, end) after one another."""
 
-    lines: dict[str, array[int]] = field(default_factory=dict)
+    records: dict[str, array[int]] = field(default_factory=dict)
 
     def scan(self, number: int, file: BinaryIO, reader: RunReader, recording: Recording) -> None:
-        """One pass over a file. Lines without a plain head are read as a whole to find whose they are."""
+        """One pass over a file."""
+        recording.size += file.seek(0, 2)
+        if is_framed(file):
+            self._frames(number, file, reader, recording)
+        else:
+            self._lines(number, file, reader, recording)
+
+    def _frames(self, number: int, file: BinaryIO, reader: RunReader, recording: Recording) -> None:
+        """Frames that name no execution are taken at once, damaged ones among them."""
+        reader.report.unit = "frame"
+        frames = Frames(file)
+        for frame in frames:
+            owner = _owner(frame)
+            if owner is not None:
+                self._add(owner, number, frame.start, frame.end)
+                continue
+            for located in reader.frame(frame):
+                recording.take(located.record, located.offset)
+        reader.report.torn = frames.torn
+
+    def _lines(self, number: int, file: BinaryIO, reader: RunReader, recording: Recording) -> None:
+        """Lines without a plain head are read as a whole to find whose they are."""
         file.seek(0)
         at = 0
         for line, ended in split_lines(file):
@@ -171,7 +190,6 @@ class _Places:
             else:
                 self._odd(number, at, line, ended, reader, recording)
             at = end
-        recording.size += at
 
     def _odd(self, number: int, at: int, line: bytes, ended: bool, reader: RunReader, recording: Recording) -> None:
         look = RunReader(io.BytesIO(line + (b"\n" if ended else b"")), blocks=recording.blocks)
@@ -194,7 +212,16 @@ class _Places:
                 reader.report.torn = (at, len(line))
 
     def _add(self, name: str, number: int, start: int, end: int) -> None:
-        self.lines.setdefault(name, array("q")).extend((number, start, end))
+        self.records.setdefault(name, array("q")).extend((number, start, end))
+
+
+def _owner(frame: Frame) -> str | None:
+    """The execution that a frame is about, None if it names none that is sure."""
+    try:
+        name = head_of(frame).get("exec") if frame.sound else None
+    except BadRecord:
+        return None
+    return name if isinstance(name, str) else None
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
@@ -232,6 +259,17 @@ def _open(part: Path | BinaryIO) -> Iterator[BinaryIO]:
         yield part
 
 
+def _by_record(part: Path | BinaryIO) -> bool:
+    """Whether one record can be read without its neighbours: lines and logs of frames, no compressed blocks."""
+    with _open(part) as file:
+        if file.seek(0, 2) == 0:
+            return True
+        if is_framed(file):
+            first = next(iter(Frames(file)), None)
+            return first is None or first.kind != BLOCK
+    return _is_lines(part)
+
+
 def _is_lines(part: Path | BinaryIO) -> bool:
     """Whether one of the first lines is a record of ours."""
     with _open(part) as file:
@@ -257,11 +295,8 @@ def _records(recording: Recording, name: str, part: Path | BinaryIO) -> Iterator
     if isinstance(part, Path) and not part.exists():
         raise FileNotFoundError(2, "No such file or directory", str(part))
     with _open(part) as file:
-        head = file.read(len(MAGIC))
-    if head == MAGIC:
-        yield from _binary(recording, name, part)
-        return
-    if not _is_lines(part):
+        framed = is_framed(file)
+    if not framed and not _is_lines(part):
         with _open(part) as file:
             recording.format, records = recognise(
                 file, name, recording.blocks, part if isinstance(part, Path) else None
@@ -276,16 +311,6 @@ def _records(recording: Recording, name: str, part: Path | BinaryIO) -> Iterator
     if not isinstance(part, Path):
         part.seek(0)
     yield from reader.records()
-
-
-def _binary(recording: Recording, name: str, part: Path | BinaryIO) -> Iterator[Located]:
-    reader = RunReader(part, blocks=recording.blocks)
-    recording.reports[name] = reader.report
-    if not isinstance(part, Path):
-        part.seek(0)
-    frames = FrameReader(part)
-    yield from reader.objects(frames.objects())
-    reader.report.torn = frames.torn
 
 
 def _close(recording: Recording, name: str, part: Path | BinaryIO) -> None:

@@ -1,7 +1,7 @@
 """`repair`: a damaged run file without its damage, and a side file of what was taken out. The input is never changed.
 
-Good lines are copied byte for byte. Taken out: lines that are no record, torn prefixes glued to a whole record, orphans
-whose base is lost, a torn tail. A last whole line without its newline gets one.
+Good lines, or frames of a call log, are copied byte for byte. Taken out: what is no record, torn prefixes glued to a
+whole record, orphans whose base is lost, a torn tail. A last whole line without its newline gets one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeAlias
 import orjson
 
 from gyre_base.runfile import ReadReport, RunReader
+from gyre_base.runframes import BLOCK, Frames, is_framed
 
 Cut: TypeAlias = tuple[int, int, str]
 
@@ -57,9 +58,10 @@ def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
     for _ in reader.records():
         pass
     report = reader.report
-    if report.bad and not report.records and not report.unknown_kinds:
+    if (report.bad and not report.records and not report.unknown_kinds) or _in_blocks(source):
         raise NotARunFile(
-            f"{source.name} holds no line of a run file; other records and binary files are read by `trajtools convert`"
+            f"{source.name} holds no line of a run file and is no call log; other records and compressed run files are "
+            "read by `trajtools convert`"
         )
     cuts = cuts_of(report)
     side = side or out.with_name(out.name + ".taken.jsonl")
@@ -70,7 +72,7 @@ def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
         for start, end in [*((a, b) for a, b, _ in cuts), (size, size)]:
             last = _copy(given, made, place, start) or last
             place = max(place, end)
-        if last != b"\n":
+        if last != b"\n" and report.unit == "line":
             made.write(b"\n")
         if cuts:
             side.write_bytes(b"".join(pieces(given, source.name, cuts)))
@@ -83,6 +85,12 @@ def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
         out=str(out),
         side=str(side) if cuts else None,
     )
+
+
+def _in_blocks(source: Path) -> bool:
+    with source.open("rb") as file:
+        first = next(iter(Frames(file)), None) if is_framed(file) else None
+        return first is not None and first.kind == BLOCK
 
 
 def _copy(given: Any, made: Any, start: int, end: int) -> bytes:
@@ -100,7 +108,7 @@ def cuts_of(report: ReadReport) -> list[Cut]:
     cuts = [(bad.offset, bad.end, bad.reason) for bad in report.bad]
     if report.torn is not None:
         start, size = report.torn
-        cuts.append((start, start + size, "the last line is torn"))
+        cuts.append((start, start + size, f"the last {report.unit} is torn"))
     return sorted(cuts)
 
 

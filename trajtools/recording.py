@@ -29,7 +29,7 @@ class Execution:
     id: str
     forest: Forest
     others: list[Record] = field(default_factory=list)
-    offsets: dict[str, int] = field(default_factory=dict)  # call -> byte offset of its line
+    offsets: dict[str, int] = field(default_factory=dict)  # call -> byte offset of its line or frame
     conflicts: list[str] = field(default_factory=list)  # calls that came again with another payload
     blocks: Blocks | None = None  # set: its forest is of text blocks, not of tokens
 

@@ -327,7 +327,7 @@ class World:
     def records(self) -> list[Any]:
         """All records of all lives, and no damage."""
         out: list[Any] = []
-        for path in sorted(self.run.path("calls").glob("*.jsonl")):
+        for path in sorted(self.run.path("calls").glob("*.gtr")):
             reader = RunReader(path)
             out += [located.record for located in reader.records()]
             assert not reader.report.bad and not reader.report.defects and not reader.report.conflicts

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gyre_base.rundir import RunDir
-from gyre_base.runfile import CallWriter, Note, RunHeader, RunReader, Span, encode
+from gyre_base.runfile import CallWriter, Note, RunHeader, RunReader, Span, framed, record_frame
+from gyre_base.runframes import MAGIC
 from proxyd import calllog
 from proxyd.capture import Plan
 from proxyd.chat import ChatModel, Piece
@@ -33,15 +34,15 @@ def texts(path: Path) -> list[str]:
     return [located.record.text for located in RunReader(path).records() if isinstance(located.record, Note)]
 
 
-async def test_a_line_is_on_disk_when_its_future_is_done(tmp_path: Path) -> None:
-    log = calllog.CallLog(tmp_path / "proxyd-1.jsonl", HEADER, durable=True)
+async def test_a_record_is_on_disk_when_its_future_is_done(tmp_path: Path) -> None:
+    log = calllog.CallLog(tmp_path / "proxyd-1.gtr", HEADER, durable=True)
     await asyncio.gather(*(log.note(Note(text=str(n))) for n in range(100)))
     assert texts(log.path) == [str(n) for n in range(100)], "in order, all of them"
     log.close()
 
 
 async def test_one_bad_record_fails_alone(tmp_path: Path) -> None:
-    log = calllog.CallLog(tmp_path / "proxyd-1.jsonl", HEADER, durable=False)
+    log = calllog.CallLog(tmp_path / "proxyd-1.gtr", HEADER, durable=False)
     bad = log.append(lambda: [][0])
     good = log.note(Note(text="good"))
     with pytest.raises(IndexError):
@@ -51,11 +52,11 @@ async def test_one_bad_record_fails_alone(tmp_path: Path) -> None:
     log.close()
 
 
-async def test_a_full_disk_holds_answers_and_leaves_no_half_line(
+async def test_a_full_disk_holds_answers_and_leaves_no_half_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calllog, "RETRY_S", 0.02)
-    log = calllog.CallLog(tmp_path / "proxyd-1.jsonl", HEADER, durable=True)
+    log = calllog.CallLog(tmp_path / "proxyd-1.gtr", HEADER, durable=True)
     write, full = os.write, [True]
 
     def short(descriptor: int, data: Any) -> int:
@@ -79,9 +80,9 @@ async def test_a_full_disk_holds_answers_and_leaves_no_half_line(
 
 
 def write_life(path: Path, execution: str, asked: list[tuple[str, Plan, Piece]], relabels: list[Relabel]) -> None:
-    writer = CallWriter(keyframe_calls=3)
+    writer = CallWriter(form=record_frame, keyframe_calls=3)
     with path.open("wb") as file:
-        file.write(encode(HEADER))
+        file.write(MAGIC + framed(HEADER))
         for seq, (call, plan, completion) in enumerate(asked):
             facts = Facts(execution, call, seq, 1.0, 2.0, "stop", 1.0, 0.5, 0, 0)
             count = len(completion.ids)
@@ -89,7 +90,7 @@ def write_life(path: Path, execution: str, asked: list[tuple[str, Plan, Piece]],
             base = plan.base.call if plan.base is not None else None
             file.write(writer.call(call_record(facts, plan, progress), base, plan.keep))
         for relabel in relabels:
-            file.write(encode(relabel_note(execution, relabel)))
+            file.write(framed(relabel_note(execution, relabel)))
 
 
 @given(seed=st.integers(0, 10**9))
@@ -111,7 +112,7 @@ def test_the_next_life_plans_every_request_as_this_one_does(chat: ChatModel, tmp
         asked.append((node.call, plan, node.completion))
         known.append((request, node))
     directory = RunDir.create(tmp_path / str(seed))
-    write_life(directory.path("calls", "proxyd-0-1.jsonl"), "e", asked, relabels)
+    write_life(directory.path("calls", "proxyd-0-1.gtr"), "e", asked, relabels)
     again = restore(calllog.earlier_records(directory, "proxyd-0"), chat, {"e"})["e"]
     for history, base in known:
         request = Conversation((*history, echo(base), *random_new(base, rng)))

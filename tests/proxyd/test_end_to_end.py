@@ -164,7 +164,7 @@ async def test_a_killed_proxyd_continues_histories_and_answers_finished_calls_ag
         calls = world.calls()
         before = [*calls["c1"].prompt_ids.tolist(), *calls["c1"].completion_ids.tolist()]
         assert calls["c2"].prompt_ids.tolist()[: len(before)] == before and calls["c2"].parent == "c1"
-        assert len(list(world.run.path("calls").glob("proxyd-*.jsonl"))) == 2
+        assert len(list(world.run.path("calls").glob("proxyd-*.gtr"))) == 2
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gyre_base.runfile import Agent, Call, CallWriter, Note, RunHeader, Span, context_digest, encode
+from gyre_base.runfile import Agent, Call, CallWriter, Note, RunHeader, Span, context_digest, framed, record_frame
+from gyre_base.runframes import MAGIC
 
 MAIN = Agent()
 
@@ -14,14 +15,14 @@ MAIN = Agent()
 class Log:
     """Appends to one file of `calls/`. Tokens come from a seed, so two logs of the same calls are equal."""
 
-    def __init__(self, folder: Path, life: int = 1) -> None:
-        self.path = folder / f"proxyd-0-{life}.jsonl"
-        self._writer = CallWriter()
-        self.add(encode(RunHeader(run="test", writer="test")))
+    def __init__(self, folder: Path, life: int = 1, shard: int = 0) -> None:
+        self.path = folder / f"proxyd-{shard}-{life}.gtr"
+        self._writer = CallWriter(form=record_frame)
+        self.add(MAGIC + framed(RunHeader(run="test", writer="test")))
 
-    def add(self, line: bytes) -> None:
+    def add(self, data: bytes) -> None:
         with self.path.open("ab") as file:
-            file.write(line)
+            file.write(data)
 
     def call(
         self,
@@ -70,4 +71,4 @@ class Log:
 
     def relabel(self, execution: str, call: str, purpose: str, label: str) -> None:
         about = {"call": call, "purpose": purpose, "label": label}
-        self.add(encode(Note(text="relabel", exec=execution, extra=about)))
+        self.add(framed(Note(text="relabel", exec=execution, extra=about)))

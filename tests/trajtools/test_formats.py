@@ -12,8 +12,8 @@ import pytest
 from trajbuild import Story, forest_of, random_execution
 
 import trajtools
-from gyre_base.runfile import Reward, encode
-from gyre_base.runframes import FrameReader
+from gyre_base.runfile import Reward, encode, read_run
+from gyre_base.runframes import Frames
 from trajtools.breaks import analyse
 from trajtools.conversion import CannotWrite
 from trajtools.conversion import convert as convert_to
@@ -371,17 +371,16 @@ def test_a_binary_file_is_found_torn_wherever_it_is_cut_and_what_is_before_is_go
     (tmp_path / "in.jsonl").write_bytes(b"".join(map(encode, calls)))
     convert_to(tmp_path / "in.jsonl", tmp_path / "a.gtr")
     data = (tmp_path / "a.gtr").read_bytes()
-    whole = list(FrameReader(io.BytesIO(data)).objects())
-    ends = {end for _, end, _ in whole}
+    ends = [frame.end for frame in Frames(io.BytesIO(data))]
+    whole, _ = read_run(io.BytesIO(data))
     for cut in range(11, len(data), 7):
-        reader = FrameReader(io.BytesIO(data[:cut]))
-        got = list(reader.objects())
-        assert len(got) == sum(end <= cut for _, end, _ in whole)
-        assert (reader.torn is None) == (cut in ends or cut == 11)
+        got, report = read_run(io.BytesIO(data[:cut]))
+        assert len(got) == (len(whole) if cut >= ends[0] else 0)
+        assert (report.torn is None) == (cut in ends or cut == 11)
     flipped = bytearray(data)
     flipped[60] ^= 4
-    reader = FrameReader(io.BytesIO(bytes(flipped)))
-    assert not list(reader.objects()) and reader.torn is not None
+    got, report = read_run(io.BytesIO(bytes(flipped)))
+    assert not got and [(b.offset, b.end) for b in report.bad] == [(11, ends[0])]
 
 
 def rows_of(path):

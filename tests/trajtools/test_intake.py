@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from trajbuild import make_call, random_execution
 
-from gyre_base.runfile import Reward, encode
+from gyre_base.runfile import Reward, encode, framed
 from gyre_cli.trajd import main
 from trajtools.load import load
 from trajtools.trajd.frames import HEAD, call_frame, pack_frame
@@ -102,7 +102,7 @@ async def test_a_restart_knows_the_calls_and_cuts_a_torn_tail(tmp_path):
     await one.ask(call_frame(make_call("b", [*whole, 6]), base="a", keep=5))
     await stop()
     with intake.path.open("ab") as file:
-        file.write(b'{"k":"call","exec":"e","call":"c","pro')
+        file.write(framed(make_call("c", [*whole, 6, 4]))[:-5])
     _, client, stop = await started(tmp_path)
     two = await client()
     assert (await two.ask(call_frame(make_call("b", [*whole, 6]))))["state"] == "duplicate"

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from trajbuild import make_call, random_execution, story
 
 from gyre_base import runlines
-from gyre_base.runfile import CallWriter, ExecEnd, Intent, Reward, encode, repair_tail
+from gyre_base.runfile import CallWriter, ExecEnd, Intent, Note, Reward, encode, framed, repair_tail
+from gyre_base.runframes import MAGIC
 from gyre_cli.trajtools import main
 from trajtools.choose import Rules, choose
 from trajtools.load import Stream, load
@@ -78,7 +79,7 @@ def test_a_bad_middle_line_is_counted_named_and_the_answer_is_no(damaged):
     at = len(good[0] + good[1])
     assert done.exit_code == 1
     assert f"left out of run.jsonl at byte {at}, 10 bytes: not JSON" in done.stdout
-    assert told(path)["damage"]["bad_lines"] == 2
+    assert told(path)["damage"]["bad_records"] == 2
 
 
 def test_dedup_sets_bad_lines_aside_with_offset_and_reason(damaged, tmp_path):
@@ -131,7 +132,7 @@ def test_repair_takes_out_orphans_and_a_torn_tail(tmp_path):
 def test_valid_json_that_is_no_record_is_a_bad_line(line, log):
     log.write_bytes(line + b"\n" + log.read_bytes())
     done = told(log)
-    assert (done["damage"]["bad_lines"], done["calls"]) == (1, 6)
+    assert (done["damage"]["bad_records"], done["calls"]) == (1, 6)
     assert run("dedup", log).exit_code == 1
 
 
@@ -323,6 +324,22 @@ def test_lines_longer_than_a_block_are_read_alike(block, monkeypatch):
     assert recording.reports["-"].torn == (len(data) - 11, 11)
 
 
+def said_both_ways(path, tmp_path):
+    """What a stream of a file says, all at once and one execution at a time."""
+    said = []
+    for at_once in (0, 100):
+        stream = Stream(path, at_once=at_once, side=tmp_path / f"side{at_once}")
+        digests = {e.id: (e.forest.digest(), e.withheld()) for e in stream.executions()}
+        assert len(stream.recording.executions) == (9 if at_once else 0)  # those of before were let go
+        [report] = stream.recording.reports.values()
+        conflicts = stream.recording.conflicts
+        said.append((digests, len(report.bad), report.duplicates, report.torn, stream.recording.size, conflicts))
+    assert said[0] == said[1]
+    assert said[0][0]["e0"][1] == "conflict" and len(said[0][5]) == 1
+    assert lines_in(tmp_path / "side0") == lines_in(tmp_path / "side100")
+    return said[0]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_one_execution_at_a_time_says_what_all_at_once_says(seed, tmp_path):
     rng = np.random.default_rng(seed)
@@ -333,16 +350,22 @@ def test_one_execution_at_a_time_says_what_all_at_once_says(seed, tmp_path):
     lines[11] = orjson.dumps(dict(reversed(orjson.loads(lines[11]).items()))) + b"\n"
     lines.append(encode(make_call(calls[3].call, [1], [9], execution="e0")))
     (tmp_path / "in.jsonl").write_bytes(b"".join(lines[i] for i in rng.permutation(len(lines))) + lines[3][:20])
-    said = []
-    for at_once in (0, 100):
-        stream = Stream(tmp_path / "in.jsonl", at_once=at_once, side=tmp_path / f"side{at_once}")
-        digests = {e.id: (e.forest.digest(), e.withheld()) for e in stream.executions()}
-        [report] = stream.recording.reports.values()
-        conflicts = stream.recording.conflicts
-        said.append((digests, len(report.bad), report.duplicates, report.torn, stream.recording.size, conflicts))
-    assert said[0] == said[1]
-    assert said[0][0]["e0"][1] == "conflict" and len(said[0][5]) == 1
-    assert lines_in(tmp_path / "side0") == lines_in(tmp_path / "side100")
+    said_both_ways(tmp_path / "in.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_execution_at_a_time_out_of_frames_says_what_all_at_once_says(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    calls = [c for i in range(9) for c in random_execution(rng, calls=6, execution=f"e{i}")]
+    frames = [framed(c) for c in calls]
+    frames[5] = frames[5][:50] + frames[17]  # glued over executions
+    frames[9] = b"garbage"
+    frames[11] = frames[11][:-1] + bytes([frames[11][-1] ^ 1])
+    frames.append(framed(make_call(calls[3].call, [1], [9], execution="e0")))
+    frames = [frames[i] for i in rng.permutation(len(frames))]
+    (tmp_path / "in.gtr").write_bytes(MAGIC + b"".join([*frames, framed(Note(text="last")), frames[3][:60]]))
+    said = said_both_ways(tmp_path / "in.gtr", tmp_path)
+    assert 1 <= said[1] <= 3 and said[3] is not None  # neighbours in damage are one piece
 
 
 # ---- what no command does ------------------------------------------------------------------------------------------

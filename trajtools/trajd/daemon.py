@@ -121,7 +121,7 @@ class TrajdShell(Shell):
 
     def _about(self) -> dict[str, Any]:
         index = self._packer.index
-        return {"daemon": "trajd", "life": self._life, "log_lines": index.lines, "log_executions": index.executions}
+        return {"daemon": "trajd", "life": self._life, "log_records": index.records, "log_executions": index.executions}
 
     async def decide(self, event: Any, asker: Asker | None = None) -> None:
         """One event through the core; journalled if it changed the ledger. Answers go to `asker`."""

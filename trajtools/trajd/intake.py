@@ -1,7 +1,7 @@
 """The stand-alone intake: calls recorded elsewhere, taken over a Unix or TCP socket into files that every tool reads.
 
-Owns the acknowledgement and the promise behind it: `ok` means that the record is on disk (fdatasync, many frames per
-flush). Back-pressure by bytes: no frame is read while `limit_bytes` of them wait for the disk. Restart: the files are
+Owns the acknowledgement and the promise behind it: `ok` means that the record is on disk (fdatasync, many records per
+flush). Back-pressure by bytes: nothing is read while `limit_bytes` of them wait for the disk. Restart: the files are
 scanned, a torn tail is cut off. What a frame means is `store`'s, its bytes `frames`'.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import msgpack
 import xxhash
 
-from gyre_base.runcodec import encode, repair_tail
-from gyre_base.runfile import RunHeader
+from gyre_base.runfile import RunHeader, framed, repair_tail
+from gyre_base.runframes import MAGIC
 from trajtools.trajd.frames import HEAD, MAX_HEAD, MAX_RAW, BadFrame, pack_frame
 from trajtools.trajd.store import Store, no, yes
 
@@ -42,14 +42,14 @@ class Intake:
         self.waiting_bytes = 0
         self.peak_bytes = 0
         self._token, self._limit = token, limit_bytes
-        old = sorted(folder.glob("intake-*.jsonl"), key=lambda p: int(p.stem.rpartition("-")[2]))
+        old = sorted(folder.glob("intake-*.gtr"), key=lambda p: int(p.stem.rpartition("-")[2]))
         for path in old:
             repair_tail(path)
             self.store.recall(path)
         life = int(old[-1].stem.rpartition("-")[2]) + 1 if old else 1
-        self.path = folder / f"intake-{life}.jsonl"
+        self.path = folder / f"intake-{life}.gtr"
         self._file: BinaryIO = self.path.open("ab", buffering=0)
-        self._lines: list[bytes] = [encode(RunHeader(run=folder.name, writer="trajd intake"))]
+        self._records: list[bytes] = [MAGIC, framed(RunHeader(run=folder.name, writer="trajd intake"))]
         self._flushed: asyncio.Future[None] | None = None
         self._room = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -60,10 +60,10 @@ class Intake:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            lines, waiter = self._lines, self._flushed
-            self._lines, self._flushed = [], None
+            records, waiter = self._records, self._flushed
+            self._records, self._flushed = [], None
             try:
-                await asyncio.to_thread(self._put, b"".join(lines))
+                await asyncio.to_thread(self._put, b"".join(records))
             except OSError as error:
                 self.failed = error
                 if waiter is not None:
@@ -78,12 +78,12 @@ class Intake:
             view = view[os.write(self._file.fileno(), view) :]
         os.fdatasync(self._file.fileno())
 
-    async def durable(self, line: bytes) -> None:
-        """Until this line, and all before it, are on disk. An empty line waits for those before it."""
+    async def durable(self, record: bytes) -> None:
+        """Until this record, and all before it, are on disk. An empty one waits for those before it."""
         if self.failed is not None:
             raise self.failed
-        if line:
-            self._lines.append(line)
+        if record:
+            self._records.append(record)
         if self._flushed is None:
             self._flushed = asyncio.get_running_loop().create_future()
         waiter = self._flushed
@@ -102,8 +102,8 @@ class Intake:
                     if not known:
                         break
                 else:
-                    answer, line = (yes(), b"") if head.get("op") == "hello" else self.store.take(head, raw)
-                    await self.durable(line)
+                    answer, record = (yes(), b"") if head.get("op") == "hello" else self.store.take(head, raw)
+                    await self.durable(record)
                     writer.write(pack_frame(answer))
                 await writer.drain()
         except (BadFrame, ConnectionError, asyncio.IncompleteReadError, OSError):

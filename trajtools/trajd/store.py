@@ -1,7 +1,7 @@
 """What an intake knows and what a frame means. Pure, but for reading the files of earlier lives at the start.
 
 Owns idempotence: the same call again is a duplicate, another payload under its id is refused. Invariant: a call is
-known only if its line was made, so a refused frame leaves no trace. A frozen execution takes no more calls; a retired
+known only if its record was made, so a refused frame leaves no trace. A frozen execution takes no more calls; a retired
 one is only a name.
 """
 
@@ -13,9 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from gyre_base.runcodec import BadRecord, CallWriter, call_fields, decode, encode
-from gyre_base.runfile import Call, Ids, Intent, Logprobs, Note, Record, RunReader, common_prefix
-from gyre_base.runrecords import ExecEnd, chain_hash
+from gyre_base.runcodec import call_fields
+from gyre_base.runfile import (
+    BadRecord,
+    Call,
+    CallWriter,
+    ExecEnd,
+    Ids,
+    Intent,
+    Logprobs,
+    Note,
+    Record,
+    RunReader,
+    common_prefix,
+    decode,
+    framed,
+    record_frame,
+)
+from gyre_base.runrecords import chain_hash
 from trajtools.forest import Forest
 
 FROZEN, RETIRED = "frozen", "retired"
@@ -29,7 +44,9 @@ class _Known:
     forest: Forest
     hashes: dict[str, bytes] = field(default_factory=dict)  # call -> digest of its tokens and logprobs
     frames: dict[str, bytes] = field(default_factory=dict)  # call -> digest of the frame that brought it, in this life
-    records: dict[tuple[str, str], bytes] = field(default_factory=dict)  # (kind, call) -> the last line of these
+    records: dict[tuple[str, str], bytes] = field(
+        default_factory=dict
+    )  # (kind, call) -> the last record of these, as framed
     intents: set[str] = field(default_factory=set)
     expected: int | None = None
     frozen: dict[str, Any] | None = None
@@ -37,12 +54,12 @@ class _Known:
 
 
 class Store:
-    """Decides what a frame means. `take` returns the answer and the line to write before it may go out."""
+    """Decides what a frame means. `take` returns the answer and the frame to write before it may go out."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
         self._gone: set[str] = set()
-        self._writer = CallWriter()
+        self._writer = CallWriter(form=record_frame)
 
     def recall(self, path: Path) -> None:
         """What a file of an earlier life says."""
@@ -62,10 +79,10 @@ class Store:
                 case Note(text="retired"):
                     self._retire(name)
                 case _:
-                    self._heard(record, encode(record))
+                    self._heard(record, framed(record))
 
     def take(self, head: dict[str, Any], raw: bytes) -> tuple[dict[str, Any], bytes]:
-        """(answer, line or b""). Bad input is an answer, never an exception."""
+        """(answer, frame of a record or b""). Bad input is an answer, never an exception."""
         try:
             match head.get("op"):
                 case "call":
@@ -101,7 +118,7 @@ class Store:
             return yes(call=name, state="duplicate"), b""
         if known.frozen is not None:
             note = Note(exec=fields["exec"], text="late call refused", extra={"call": name})
-            return no(FROZEN, call=name), b"" if name in known.hashes else encode(note)
+            return no(FROZEN, call=name), b"" if name in known.hashes else framed(note)
         prompt = tail
         if base is not None:
             if base not in known.forest:
@@ -119,12 +136,12 @@ class Store:
         call = Call(**fields, prompt_ids=prompt, completion_ids=completion, logprobs=logprobs)
         if base is None:
             base, keep = self._nearest(known, call)
-        line = self._writer.call(call, base, keep)
+        made = self._writer.call(call, base, keep)
         self._known[call.exec] = known
         known.hashes[name], known.frames[name] = payload, said
         known.forest.insert(call)
         known.latest[call.agent.id] = name
-        return yes(call=name, state="stored"), line
+        return yes(call=name, state="stored"), made
 
     @staticmethod
     def _nearest(known: _Known, call: Call) -> tuple[str | None, int]:
@@ -143,19 +160,19 @@ class Store:
             return no(f"an execution is {record.text} by the op of that name"), b""
         if str(getattr(record, "exec", "")) in self._gone:
             return no(RETIRED), b""
-        line = encode(record)
-        return (yes(state="stored"), line) if self._heard(record, line) else (yes(state="duplicate"), b"")
+        made = framed(record)
+        return (yes(state="stored"), made) if self._heard(record, made) else (yes(state="duplicate"), b"")
 
-    def _heard(self, record: Record, line: bytes) -> bool:
+    def _heard(self, record: Record, made: bytes) -> bool:
         """Take note of a record that is no call; False if it was the last word of its kind already."""
         name = getattr(record, "exec", None)
         if not isinstance(name, str):
             return True
         known = self._execution(name)
         key = type(record).__name__, str(getattr(record, "call", ""))
-        if known.records.get(key) == line:
+        if known.records.get(key) == made:
             return False
-        known.records[key] = line
+        known.records[key] = made
         if isinstance(record, Intent):
             known.intents.add(record.call)
         elif isinstance(record, ExecEnd):
@@ -170,7 +187,7 @@ class Store:
         if known is None or known.frozen is None:
             return no(f"{name} is not frozen: freeze it first" if known else f"no execution {name}"), b""
         self._retire(name)
-        return yes(exec=name, state=RETIRED), encode(Note(exec=name, text=RETIRED))
+        return yes(exec=name, state=RETIRED), framed(Note(exec=name, text=RETIRED))
 
     def _retire(self, name: str) -> None:
         self._known.pop(name, None)
@@ -183,7 +200,7 @@ class Store:
         if known.frozen is not None:
             return yes(**known.frozen), b""
         about = self._freeze(name, known)
-        return yes(**about), encode(Note(exec=name, text=FROZEN, extra={"digest": about["digest"]}))
+        return yes(**about), framed(Note(exec=name, text=FROZEN, extra={"digest": about["digest"]}))
 
     def _freeze(self, name: str, known: _Known) -> dict[str, Any]:
         """Lets the tokens go: a frozen execution needs its digest and its ids only."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from gyre_base.runblocks import Blocks
 from gyre_base.runcodec import to_line, to_object
 from gyre_base.runfile import CallWriter, ExecEnd, Note, Record, Reward
-from gyre_base.runframes import FrameWriter
+from gyre_base.runpacked import BlockWriter
 from trajtools.breaks import Analysis
 from trajtools.recording import CONFLICT, Execution, Recording
 
@@ -26,12 +26,12 @@ class SlimWriter:
         binary = self._path.suffix == ".gtr"  # its blocks carry checksums: no keyframes needed to bound damage
         self._writer = CallWriter(blocks=blocks, keyframe_calls=1 << 30 if binary else KEYFRAME_CALLS)
         self._file = self._part.open("wb")
-        self._frames = FrameWriter(self._file) if binary else None
+        self._blocks = BlockWriter(self._file) if binary else None
         self._size = 0
 
     def _put(self, obj: dict[str, object]) -> None:
-        if self._frames is not None:
-            self._frames.write(obj)
+        if self._blocks is not None:
+            self._blocks.write(obj)
         else:
             self._size += self._file.write(to_line(obj))
 
@@ -56,7 +56,7 @@ class SlimWriter:
 
     def close(self) -> int:
         """Into place. Returns the size."""
-        size = self._frames.close() if self._frames is not None else self._size
+        size = self._blocks.close() if self._blocks is not None else self._size
         self._file.close()
         self._part.replace(self._path)
         return size
