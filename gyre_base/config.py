@@ -155,13 +155,13 @@ class TrainerConfig:
     threads: int = 1  # of each rank
     tensor_parallel: int = 1  # ranks of every cell that share each layer: divides heads, key/value heads, vocabulary
     pipeline_parallel: int = 1  # stages of every cell, each with its share of the layers: divides their number
-    expert_parallel: int = 1  # ranks that share the experts: only 1 in this build (docs/adr/0017-long-micro-steps.md)
-    context_parallel: int = 1  # ranks that share a sequence: only 1 in this build, long ones are computed in pieces
+    context_parallel: int = 1  # ranks of every cell that share each micro-step's tokens: divides its memory and time
+    expert_parallel: int = 1  # of those the ranks that share the experts too: only 1 in this build (ADR 17)
 
     @property
     def ranks(self) -> int:
         """Processes that train in one cell."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,7 +421,8 @@ def _check_cells(config: Config) -> None:
         raise ConfigError("scheduler.cell_slots must be at least 1 each")
     if config.engine.kind == "emulate" and config.trainer.ranks > 1:
         raise ConfigError(
-            "an emulated trainer is one process: trainer.tensor_parallel and pipeline_parallel need another engine.kind"
+            "an emulated trainer is one process: trainer.tensor_parallel, pipeline_parallel and context_parallel need "
+            "another engine.kind"
         )
     if config.emulate.nodes and len(config.emulate.nodes) != cells:
         raise ConfigError(f"emulate.nodes must have one number per cell ({cells}), not {len(config.emulate.nodes)}")

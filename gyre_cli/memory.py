@@ -1,7 +1,7 @@
 """What each role of a cell holds in memory, from the sizes in the model's own files. Pure but for reading headers.
 
 Weights, gradient sum and moments are exact for the trainer as it is (fp32, each its own copy); activations are an
-estimate and said to be one. Bytes are per cell: what a layout divides is divided by the cell's GPUs.
+estimate and said to be one. Bytes are per cell, copies in several of its ranks included: its GPUs have equal shares.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Model:
     """`stored_bytes` as the files hold the weights; `kv_bytes` of one token's keys and values over all layers."""
 
     parameters: int
+    expert_parameters: int  # of them
     stored_bytes: int
     kv_bytes: int
     layers: int
@@ -39,14 +40,14 @@ def read_model(folder: Path) -> Model | None:
         sizes = [tensor_sizes(path) for path in files]
         heads, hidden = tree["num_attention_heads"], tree["hidden_size"]
         head = tree.get("head_dim") or hidden // heads
-        stored = sum(size for _, size in sizes)
-        parameters = sum(count for count, _ in sizes)
+        parameters, experts, stored = (sum(numbers) for numbers in zip(*sizes, strict=True))
         width = max(1, round(stored / parameters))
         kv_bytes = 2 * tree["num_hidden_layers"] * tree.get("num_key_value_heads", heads) * head * width
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, struct.error):
         return None
     return Model(
         parameters=parameters,
+        expert_parameters=experts,
         stored_bytes=stored,
         kv_bytes=kv_bytes,
         layers=tree["num_hidden_layers"],
@@ -54,21 +55,31 @@ def read_model(folder: Path) -> Model | None:
     )
 
 
-def tensor_sizes(path: Path) -> tuple[int, int]:
-    """(numbers, bytes) in one safetensors file, from its header alone."""
+def tensor_sizes(path: Path) -> tuple[int, int, int]:
+    """(numbers, those of experts, bytes) in one safetensors file, from its header alone."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))
-    tensors = [spec for name, spec in header.items() if name != "__metadata__"]
-    counts = [math.prod(spec["shape"]) for spec in tensors]
-    return sum(counts), sum(n * STORED[spec["dtype"]] for n, spec in zip(counts, tensors, strict=True))
+    counts = {name: math.prod(spec["shape"]) for name, spec in header.items() if name != "__metadata__"}
+    experts = sum(count for name, count in counts.items() if ".experts." in name)
+    return sum(counts.values()), experts, sum(n * STORED[header[name]["dtype"]] for name, n in counts.items())
 
 
-def roles(model: Model, *, context_length: int, running: int, micro_step_tokens: int) -> list[dict[str, Any]]:
+def roles(
+    model: Model,
+    *,
+    context_length: int,
+    running: int,
+    micro_step_tokens: int,
+    copies: int = 1,
+    expert_copies: int = 1,
+) -> list[dict[str, Any]]:
     """One row per role: GiB of a whole cell by what they are for. `least` is without what merely makes it faster:
-    an engine needs the cache of one longest request, and asks for that of all that run at once.
+    an engine needs the cache of one longest request, and asks for that of all that run at once. `copies`: of weights in
+    the ranks of a cell, and of its experts'.
     """
-    weights = model.parameters * FP32
+    experts = model.expert_parameters
+    weights = ((model.parameters - experts) * copies + experts * expert_copies) * FP32
     activations = ACTIVATION_BYTES * model.layers * model.hidden * micro_step_tokens
     rollout = {"weights": model.stored_bytes, "cache of one request": model.kv_bytes * context_length}
     trained = {"weights": weights, "gradient sum": weights, "activations (estimate)": activations}

@@ -132,6 +132,8 @@ def memory_rows(plan: Plan) -> list[dict[str, Any]]:
         context_length=engine.context_length,
         running=engine.max_running_requests,
         micro_step_tokens=trainer.micro_step_tokens,
+        copies=trainer.context_parallel,
+        expert_copies=trainer.context_parallel // trainer.expert_parallel,
     )
     for row in rows:
         gpus = (engine_gpus(plan.config) if row["role"] == "rollout" else trainer.ranks) if plan.script.gpus else 0

@@ -163,7 +163,8 @@ def of_gpus(plan: Plan) -> list[Finding]:
         return [fail("GPUs", words, "ask for more GPUs per node, set fewer cells, or a smaller tensor_parallel")]
     if have and ranks > have:
         words = f"a cell has {have} GPUs and {ranks} trainer ranks, each of which wants one of its own"
-        do = "ask for more GPUs per node, set fewer cells, or a smaller trainer.tensor_parallel or pipeline_parallel"
+        factors = "trainer.tensor_parallel, pipeline_parallel or context_parallel"
+        do = f"ask for more GPUs per node, set fewer cells, or a smaller {factors}"
         return [fail("GPUs", words, do)]
     used = max(wanted, ranks)
     if wanted and have > used:

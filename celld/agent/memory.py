@@ -43,6 +43,7 @@ class Sizes:
     """Of the model."""
 
     parameters: int
+    expert_parameters: int  # of them
     stored_bytes: int  # as its files have the weights
     kv_numbers: int  # of one token's keys and values, all layers
     layers: int
@@ -56,11 +57,12 @@ class Sizes:
         config = json.loads((folder / "config.json").read_text())
         heads = config["num_attention_heads"]
         head = config.get("head_dim") or config["hidden_size"] // heads
-        tensors = [spec for path in sorted(folder.glob("*.safetensors")) for spec in _tensors(path)]
-        counts = [math.prod(spec["shape"]) for spec in tensors]
+        tensors = [each for path in sorted(folder.glob("*.safetensors")) for each in _tensors(path)]
+        counts = [math.prod(spec["shape"]) for _, spec in tensors]
         return cls(
             parameters=sum(counts),
-            stored_bytes=sum(n * STORED[spec["dtype"]] for n, spec in zip(counts, tensors, strict=True)),
+            expert_parameters=sum(n for n, (name, _) in zip(counts, tensors, strict=True) if ".experts." in name),
+            stored_bytes=sum(n * STORED[spec["dtype"]] for n, (_, spec) in zip(counts, tensors, strict=True)),
             kv_numbers=2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head,
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -69,11 +71,12 @@ class Sizes:
         )
 
 
-def _tensors(path: Path) -> list[dict[str, Any]]:
+def _tensors(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(name, what the header says of it) of each."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    return [spec for name, spec in header.items() if name != "__metadata__"]
+    return [(name, spec) for name, spec in header.items() if name != "__metadata__"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,24 +128,24 @@ def _gib(size: int) -> float:
 
 def need(role: Role, config: Config, sizes: Sizes, *, core: bool) -> dict[str, int]:
     """Bytes by purpose in `role` (rollout or train), of one cell. Weights are in fp32 wherever we hold them."""
-    weights = sizes.parameters * FP32
+    weights, held = sizes.parameters * FP32, held_parameters(config, sizes) * FP32
     parts = {
         "rank: process": PROCESS_BYTES["rank"] * config.trainer.ranks,
-        "rank: weights": weights,
-        "rank: gradient": weights,
+        "rank: weights": held,
+        "rank: gradient": held,
         "engine: process": PROCESS_BYTES[config.engine.kind],
         "agent: snapshot": 2 * weights,  # the one that the engine loads, and the next one
     }
     if core:
         parts |= {
-            "rank: moments": 2 * weights,
+            "rank: moments": 2 * held,
             "rank: published snapshots": 3 * weights,  # the newest, in a slot, and one that is still read
             "rank: checkpoint copy": 3 * weights,  # what is written while training goes on
         }
     else:
         parts["rank: pulled snapshot"] = weights
     if role is Role.TRAIN:
-        parts["rank: gradient sum"] = weights
+        parts["rank: gradient sum"] = held
         parts["rank: activations"] = int(config.trainer.activation_gib * GIB) or activations(config, sizes)
         parts["engine: keys and values for others"] = _shared_kv(config)
     else:
@@ -151,11 +154,20 @@ def need(role: Role, config: Config, sizes: Sizes, *, core: bool) -> dict[str, i
     return parts
 
 
+def held_parameters(config: Config, sizes: Sizes) -> int:
+    """Of all ranks of a cell together: those that share the tokens have copies, those that share the experts too have
+    fewer of those."""
+    copies, sharing = config.trainer.context_parallel, config.trainer.expert_parallel
+    return copies * (sizes.parameters - sizes.expert_parameters) + copies // sharing * sizes.expert_parameters
+
+
 def activations(config: Config, sizes: Sizes) -> int:
-    """A bound on what the backward pass of one micro-step keeps; one execution may be longer than a micro-step."""
+    """A bound on what the backward pass of one micro-step keeps, all ranks together; one execution may be longer than a
+    micro-step. Ranks that share the tokens each have the keys and values of all."""
     tokens = max(config.trainer.micro_step_tokens, config.engine.context_length)
     layer = LAYER_STATES * sizes.hidden + 3 * sizes.intermediate + 2 * sizes.kv_numbers // sizes.layers
-    return FP32 * tokens * (sizes.layers * layer + LOGIT_COPIES * sizes.vocabulary)
+    copies = (config.trainer.context_parallel - 1) * sizes.kv_numbers
+    return FP32 * tokens * (sizes.layers * layer + LOGIT_COPIES * sizes.vocabulary + copies)
 
 
 def _served(config: Config, sizes: Sizes) -> int:

@@ -37,11 +37,11 @@ def use(device: torch.device) -> None:
 
 
 def start_parallel(
-    *, tp: int = 1, pp: int = 1, rank: int = 0, store: Store | None = None, timeout_s: float = TIMEOUT_S
+    *, tp: int = 1, pp: int = 1, cp: int = 1, rank: int = 0, store: Store | None = None, timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Join the process groups of one cell: `tp * pp` ranks meet at `store` (one alone needs none). Once per process.
+    """Join the process groups of one cell: its ranks, the product of all, meet at `store` (one alone needs none).
 
-    No collective waits longer than about `timeout_s`. On GPUs a rank takes the one of its number.
+    Once per process. No collective waits longer than about `timeout_s`. On GPUs a rank takes the one of its number.
     """
     if not on_cpu():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -49,11 +49,12 @@ def start_parallel(
         meeting = HashStore() if store is None else store
         backend = "gloo" if on_cpu() else "nccl"
         patience = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=tp * pp, timeout=patience)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=tp * pp * cp, timeout=patience)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         )
         # The tracker reads the CUDA random state even to do nothing; as a no-op it is honest because dropout is 0.

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from celld.trainer import tree
+from celld.trainer import context, tree
 
 
 @dataclass
@@ -58,7 +58,8 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]  # megatron is untype
         """[T, 1, heads, E] each -> [T, 1, H * E]."""
         assert self.now.plan is not None, "set the plan first"
         again = bool(self.now.piece_tokens)
-        mixed_THE = tree.attend(query[:, 0], key[:, 0], value[:, 0], self.now.plan, again=again)
+        key_WKE, value_WKE = context.of_all(key[:, 0], value[:, 0], self.now.plan)
+        mixed_THE = tree.attend(query[:, 0], key_WKE, value_WKE, self.now.plan, again=again)
         return mixed_THE.flatten(1)[:, None]
 
 

@@ -9,7 +9,6 @@ from gyre_base.config import ConfigError, TrainerConfig
 
 ONE = {  # of the layout, what is not built
     "expert_parallel": "a rank holds all experts",
-    "context_parallel": "a long trajectory is computed in pieces of trainer.piece_tokens, by each rank",
 }
 SPLIT_BY_TENSOR = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 SPLIT_BY_PIPELINE = ("num_hidden_layers",)

@@ -175,6 +175,7 @@ def _join(config: Config, number: int, store: Store | None) -> None:
     cpu.start_parallel(
         tp=trainer.tensor_parallel,
         pp=trainer.pipeline_parallel,
+        cp=trainer.context_parallel,
         rank=number,
         store=store,
         timeout_s=config.cluster.stall_s,

@@ -7,7 +7,7 @@ Construction stays behind `Policy`, since megatron may replace GPTModel by anoth
 With bf16 the weights and the states between operations are bf16. In fp32 are the scores and all that follows from them
 (log-probabilities, s, the loss), norms and attention inside, the choice of experts, and sums of a weight's gradients.
 
-Shapes: T packed tokens, N targets, V vocabulary (V/tp per rank), D width.
+Shapes: T packed tokens of this rank, N targets of all, V vocabulary (V/tp per rank), D width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from celld.trainer import cpu, dtypes, layers, pipeline, tree
+from celld.trainer import context, cpu, dtypes, layers, pipeline, tree
 from celld.trainer.embedding import Embedding
 from celld.trainer.mapping import SPLIT, ModelError, Shape, from_hf, shard, to_hf, unshard
 from celld.weights import Array
@@ -37,7 +37,7 @@ LOGIT_ELEMENTS = 1 << 25  # rows x vocabulary of scores in hand; more rows are c
 
 
 class Policy:
-    """The trained network of one rank (one tensor-parallel shard).
+    """The trained network of one rank: its part of the weights, on its part of the tokens.
 
     A pass of more than `piece_tokens` packed tokens is computed in pieces (0: never), see `celld.trainer.layers`.
     """
@@ -47,6 +47,7 @@ class Policy:
         self.shape = Shape.from_hf(config)
         self.tp, self.tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
         self.stages, self.stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
+        self.cp, self.cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
         self._copies_embedding = self.shape.tie_word_embeddings and self.is_last and not self.is_first
         self.module = _build(self.shape, self.tp, self.stages, self.stage, dtype).to(cpu.device(), dtype)
@@ -59,11 +60,19 @@ class Policy:
         self, plan: tree.TreePlan, rows_N: Tensor, targets_N: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """(log-probability [N] of token `targets_N` after packed position `rows_N`, entropy [N] without gradient)."""
-        return self.logprobs_of(self.hidden(plan)[rows_N], targets_N, temperature)
+        return self.logprobs_of(self.hidden(plan), plan, rows_N, targets_N, temperature)
 
-    def logprobs_of(self, hidden_ND: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs_of(
+        self, hidden_TD: Tensor, plan: tree.TreePlan, rows_N: Tensor, targets_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """`logprobs` from final states: what the last stage of a pipeline does with its own."""
+        if plan.ranks == 1:
+            return self._logprobs(hidden_TD[rows_N], targets_N, temperature)
+        is_own_N, rows = context.own_rows(rows_N, plan, self.cp_rank)
+        logp, entropy = self._logprobs(hidden_TD[rows], targets_N[is_own_N], temperature)
+        return context.whole(logp, is_own_N), context.whole(entropy, is_own_N)
 
+    def _logprobs(self, hidden_ND: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         def of(hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
             return _log_softmax_at(self._scores(hidden_ND) / temperature, targets_N, self.tp_rank)
 
@@ -75,7 +84,7 @@ class Policy:
         return torch.cat(logp), torch.cat(entropy)
 
     def logits(self, plan: tree.TreePlan, rows_N: Tensor) -> Tensor:
-        """This rank's vocabulary slice [N, V/tp] at packed positions `rows_N`; no other row meets the costly matrix."""
+        """This rank's vocabulary slice [N, V/tp] at its tokens `rows_N`; no other row meets the costly matrix."""
         return self._scores(self.hidden(plan)[rows_N])
 
     def hidden(self, plan: tree.TreePlan) -> Tensor:
@@ -105,11 +114,14 @@ class Policy:
         return scores_N1V[:, 0]
 
     def finish_gradient(self) -> None:
-        """Sum what the tensor-parallel ranks hold in part: the norms of queries and keys see only a rank's own heads.
+        """Sum what ranks hold in part: those that share the tokens hold the part of their own tokens, and the norms of
+        queries and keys see only a tensor-parallel rank's own heads.
 
         Without this nothing fails and losses look right, but the ranks' copies of those weights drift apart. The last
         stage's copy of a tied embedding gets the first one's gradient, and the other way round.
         """
+        if self.cp > 1:
+            dist.all_reduce(self.gradient, group=mpu.get_context_parallel_group())
         if self.tp > 1:
             for name, parameter in self.parameters.items():
                 if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):

@@ -5,7 +5,7 @@ Invariant: every rank of a cell gets the same orders one after another, so the c
 micro-step that was computed is in the sum only after `AddMicroStep`. Tensor work has a thread of its own, so that the
 sockets go on being served.
 
-Shapes: N targets of a micro-step; flat gradients have one entry per parameter of this rank.
+Shapes: T tokens of this rank, N targets of a micro-step; flat gradients have one entry per parameter of this rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from celld.trainer import cpu, dtypes, gradients, loss, pipeline, tree
+from celld.trainer import context, cpu, dtypes, gradients, loss, pipeline, tree
 from celld.trainer.exchange import GradientExchange
 from celld.trainer.gradients import BatchSum, Computed
 from celld.trainer.model import Policy
@@ -128,14 +128,18 @@ class Tensors:
     def _forward_backward(self, passes: list[list[PackedExecution]], base_step: int) -> dict[str, float]:
         """Statistics on the last stage of the pipeline, none on the others. The executions of a pass are packed."""
         device, temperature = self.policy.gradient.device, self.config.rollout.temperature
+        wholes, rank, ranks = map(tree.plan, passes), self.policy.cp_rank, self.policy.cp
+        plans = [context.part(whole, rank, ranks).to(device) for whole in wholes]
 
         def loss_of(number: int, hidden_TD: Tensor) -> tuple[Tensor, dict[str, float]]:
             goal = loss.targets(passes[number], base_step).to(device)
-            logp_N, entropy_N = self.policy.logprobs_of(hidden_TD[goal.rows_N], goal.tokens_N, temperature)
+            logp_N, entropy_N = self.policy.logprobs_of(
+                hidden_TD, plans[number], goal.rows_N, goal.tokens_N, temperature
+            )
             total, sums = loss.loss_sum(logp_N, goal, self.options)
             return total, sums | {"entropy": float(entropy_N[goal.owned_N].sum())}
 
-        return pipeline.forward_backward(self.policy, [tree.plan(each).to(device) for each in passes], loss_of)
+        return pipeline.forward_backward(self.policy, plans, loss_of)
 
     def note(self, stats: Mapping[str, float]) -> None:
         """More statistics of the micro-step that is pending."""

@@ -11,16 +11,17 @@ A run's tokens are its queries, its keys are its ancestors and itself. Runs long
 about equal shape are padded into one bucket: many executions then cost a handful of attention calls. A row that would
 fill a bucket alone is computed by itself, from slices, without an index per key.
 
-Shapes: T packed tokens of all executions, R rows of a bucket, L queries, A keys, H query heads, K key/value heads, E
-head size.
+Shapes: W packed tokens of all executions, T of them those of this rank (all, unless ranks share a sequence, see
+`celld.trainer.context`), R rows of a bucket, L queries, A keys, H query heads, K key/value heads, E head size.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,10 +46,10 @@ class Bucket:
     keys_RA: Tensor
     last_key_RL: Tensor  # the key column that is the query itself: it sees that one and those before
 
-    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    def attend(self, q_THE: Tensor, k_WKE: Tensor, v_WKE: Tensor) -> Tensor:
         """[R * L, H, E]"""
-        repeats = q_THE.shape[1] // k_TKE.shape[1]
-        q_RLHE, k_RAKE, v_RAKE = q_THE[self.queries_RL], k_TKE[self.keys_RA], v_TKE[self.keys_RA]
+        repeats = q_THE.shape[1] // k_WKE.shape[1]
+        q_RLHE, k_RAKE, v_RAKE = q_THE[self.queries_RL], k_WKE[self.keys_RA], v_WKE[self.keys_RA]
         k_RHAE = k_RAKE.repeat_interleave(repeats, dim=2).transpose(1, 2)
         v_RHAE = v_RAKE.repeat_interleave(repeats, dim=2).transpose(1, 2)
         mask_R1LA = (torch.arange(self.keys_RA.shape[1]) <= self.last_key_RL[..., None])[:, None]
@@ -58,46 +59,54 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Row:
-    """Queries [start, end) of the packed sequence; `keys` are ranges whose last one ends at `end`."""
+    """Queries [start, end) of the packed sequence; `keys` are ranges whose last one ends at `end`. `at`: where the
+    first query lies among the tokens of this rank."""
 
     start: int
     end: int
     keys: tuple[tuple[int, int], ...]
+    at: int
 
     @property
     def key_count(self) -> int:
         return sum(end - start for start, end in self.keys)
 
-    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    def attend(self, q_THE: Tensor, k_WKE: Tensor, v_WKE: Tensor) -> Tensor:
         """[L, H, E]. Key heads are the batch and their query heads the heads, so that no key is copied per head."""
-        heads_K, repeats = k_TKE.shape[1], q_THE.shape[1] // k_TKE.shape[1]
+        heads_K, repeats = k_WKE.shape[1], q_THE.shape[1] // k_WKE.shape[1]
         queries, keys = self.end - self.start, self.key_count
-        q_KGLE = q_THE[self.start : self.end].reshape(queries, heads_K, repeats, -1).permute(1, 2, 0, 3)
-        k_KGAE = self._slices(k_TKE).transpose(0, 1)[:, None].expand(-1, repeats, -1, -1)
-        v_KGAE = self._slices(v_TKE).transpose(0, 1)[:, None].expand(-1, repeats, -1, -1)
+        q_KGLE = q_THE[self.at : self.at + queries].reshape(queries, heads_K, repeats, -1).permute(1, 2, 0, 3)
+        k_KGAE = self._slices(k_WKE).transpose(0, 1)[:, None].expand(-1, repeats, -1, -1)
+        v_KGAE = self._slices(v_WKE).transpose(0, 1)[:, None].expand(-1, repeats, -1, -1)
         mask_LA = torch.ones(queries, keys, dtype=torch.bool).tril_(keys - queries)
         mixed = F.scaled_dot_product_attention(q_KGLE, k_KGAE, v_KGAE, attn_mask=mask_LA)
         return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _slices(self, of_T: Tensor) -> Tensor:
-        parts = [of_T[start:end] for start, end in self.keys]
+    def _slices(self, of_W: Tensor) -> Tensor:
+        parts = [of_W[start:end] for start, end in self.keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """What the model needs to compute one packed sequence. `end_T` is where the subtree of a token ends."""
+    """What a rank needs to compute its tokens of one packed sequence. Tokens that a rank has only to be as many as the
+    others are at its end and in no row."""
 
     tokens_T: Tensor
     position_T: Tensor
-    end_T: Tensor
-    rows: tuple[Row, ...]
+    index_T: Tensor  # of each token in the packed sequence
+    end_W: Tensor  # where the subtree of a token ends
+    places_W: Tensor  # of each packed token in the tokens of all ranks, laid end to end
+    rows: tuple[Row, ...]  # in the order of their queries
+    ranks: int = 1  # that share the sequence
 
     def __len__(self) -> int:
         return len(self.tokens_T)
 
     def to(self, device: torch.device) -> TreePlan:
-        return TreePlan(self.tokens_T.to(device), self.position_T.to(device), self.end_T.to(device), self.rows)
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in held.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
     @cached_property
     def on_cpu(self) -> tuple[tuple[Bucket | Row, ...], Tensor]:
@@ -108,7 +117,7 @@ class TreePlan:
         for row in self.rows:
             queries, keys = _round_up(row.end - row.start), _round_up(row.key_count)
             if 2 * queries * keys > MASK_ELEMENTS:
-                gather[row.start : row.end] = np.arange(at, at + row.end - row.start)
+                gather[row.at : row.at + row.end - row.start] = np.arange(at, at + row.end - row.start)
                 at += row.end - row.start
                 parts.append(row)
             else:
@@ -119,15 +128,20 @@ class TreePlan:
                 bucket = _bucket(members[first : first + per_bucket], gather, at)
                 at += bucket.queries_RL.numel()
                 parts.append(bucket)
+        covered = sum(row.end - row.start for row in self.rows)
+        gather[covered:] = gather[covered - 1]
         return tuple(parts), torch.from_numpy(gather)
 
     @cached_property
     def on_gpu(self) -> BlockMask:
-        return flex.block_mask(self.end_T)
+        return flex.block_mask(self.end_W, self.index_T)
 
 
 def plan(executions: Sequence[PackedExecution]) -> TreePlan:
-    """The plan of several executions, one after another in one sequence. Raises PackError if one isn't depth-first."""
+    """Of several executions, one after another in one sequence, for a rank that has all of it.
+
+    Raises PackError if one isn't depth-first.
+    """
     rows: list[Row] = []
     ends: list[np.ndarray] = []
     offset = 0
@@ -136,31 +150,34 @@ def plan(executions: Sequence[PackedExecution]) -> TreePlan:
         rows.extend(_rows(segments, offset))
         ends.append(_subtree_ends(segments, packed.execution) + offset)
         offset += len(packed)
+    every_W = torch.arange(offset)
     return TreePlan(
         tokens_T=torch.from_numpy(np.concatenate([p.tokens for p in executions]).astype(np.int64)),
         position_T=torch.from_numpy(np.concatenate([p.position for p in executions]).astype(np.int64)),
-        end_T=torch.from_numpy(np.concatenate(ends)),
+        index_T=every_W,
+        end_W=torch.from_numpy(np.concatenate(ends)),
+        places_W=every_W,
         rows=tuple(rows),
     )
 
 
-def attend(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, plan: TreePlan, *, again: bool = False) -> Tensor:
+def attend(q_THE: Tensor, k_WKE: Tensor, v_WKE: Tensor, plan: TreePlan, *, again: bool = False) -> Tensor:
     """Mixed values [T, H, E]; query heads are grouped over key/value heads.
 
     `again`: keep nothing of a part for the backward pass but compute it a second time then. On a GPU the kernel does so
     always. Whatever the inputs, scores and sums are in fp32, as they are inside that kernel.
     """
     if q_THE.is_cuda:
-        return flex.attend(q_THE, k_TKE, v_TKE, plan.on_gpu)
+        return flex.attend(q_THE, k_WKE, v_WKE, plan.on_gpu)
     parts, gather_T = plan.on_cpu
     narrow = q_THE.dtype
-    q_THE, k_TKE, v_TKE = q_THE.float(), k_TKE.float(), v_TKE.float()
+    q_THE, k_WKE, v_WKE = q_THE.float(), k_WKE.float(), v_WKE.float()
     if again:
         mixed = [
-            checkpoint(p.attend, q_THE, k_TKE, v_TKE, use_reentrant=False, preserve_rng_state=False) for p in parts
+            checkpoint(p.attend, q_THE, k_WKE, v_WKE, use_reentrant=False, preserve_rng_state=False) for p in parts
         ]
     else:
-        mixed = [p.attend(q_THE, k_TKE, v_TKE) for p in parts]
+        mixed = [p.attend(q_THE, k_WKE, v_WKE) for p in parts]
     return torch.cat(mixed)[gather_T].to(narrow)
 
 
@@ -176,7 +193,7 @@ def _rows(segments: list[list[int]], offset: int) -> Iterator[Row]:
         while start < stop:
             most = MASK_ELEMENTS // (before + start - begin + MAX_QUERIES)
             end = min(start + max(min(most, MAX_QUERIES), min(FEWEST_QUERIES, MAX_QUERIES)), stop)
-            yield Row(start, end, (*ancestors, (begin, end)))
+            yield Row(start, end, (*ancestors, (begin, end)), at=start)
             start = end
         first = index
 
@@ -214,12 +231,12 @@ def _bucket(rows: list[Row], gather: np.ndarray, at: int) -> Bucket:
     last_key = np.zeros((len(rows), length), dtype=np.int64)
     for number, row in enumerate(rows):
         count, seen = row.end - row.start, row.key_count
-        queries[number] = row.start
-        queries[number, :count] = np.arange(row.start, row.end)
+        queries[number] = row.at
+        queries[number, :count] = np.arange(row.at, row.at + count)
         keys[number, :seen] = np.concatenate([np.arange(start, end) for start, end in row.keys])
         keys[number, seen:] = row.start
         last_key[number, :count] = np.arange(seen - count, seen)
-        gather[row.start : row.end] = at + number * length + np.arange(count)
+        gather[row.at : row.at + count] = at + number * length + np.arange(count)
     return Bucket(torch.from_numpy(queries), torch.from_numpy(keys), torch.from_numpy(last_key))
 
 

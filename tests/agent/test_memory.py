@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -75,6 +76,23 @@ def test_the_core_needs_moments_and_copies_more_than_a_satellite_and_each_role_i
 )
 def test_what_the_user_tells_is_what_counts(model: Path, change: dict[str, Any], part: str, size: int):
     assert memory.need(Role.TRAIN, changed(**change), memory.Sizes.read(model), core=False)[part] == size
+
+
+def test_ranks_that_share_the_tokens_have_copies_and_experts_are_fewer_where_they_are_shared(model: Path):
+    sizes = dataclasses.replace(memory.Sizes.read(model), expert_parameters=1000)
+    assert memory.Sizes.read(model).expert_parameters == 0
+
+    def parts(**layout: int) -> dict[str, int]:
+        return memory.need(Role.TRAIN, changed(trainer=layout), sizes, core=True)
+
+    alone, four, shared = parts(), parts(context_parallel=4), parts(context_parallel=4, expert_parallel=2)
+    for name in ("rank: weights", "rank: gradient", "rank: gradient sum"):
+        assert four[name] == 4 * alone[name] and shared[name] == four[name] - 2 * 4 * 1000
+    assert four["rank: moments"] == 4 * alone["rank: moments"]
+    assert four["rank: process"] == 4 * alone["rank: process"]
+    assert four["rank: published snapshots"] == alone["rank: published snapshots"]
+    tokens = max(CONFIG.trainer.micro_step_tokens, CONFIG.engine.context_length)
+    assert four["rank: activations"] - alone["rank: activations"] == 3 * 4 * tokens * sizes.kv_numbers
 
 
 def test_the_bound_on_activations_grows_with_tokens_and_holds_for_one_long_execution(model: Path):

@@ -4,6 +4,7 @@ it was called; the real one is met in tests/slurm.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from pathlib import Path
@@ -241,11 +242,22 @@ def test_saves_and_steps_are_measured_from_what_an_earlier_life_left(project):
 def test_memory_of_each_role_follows_from_the_models_own_files(tmp_path):
     write_model(tmp_path / "m", parameters=2**20, layers=4)
     model = memory.read_model(tmp_path / "m")
-    assert model == memory.Model(parameters=2**20, stored_bytes=2**21, kv_bytes=2 * 4 * 2 * 16 * 2, layers=4, hidden=64)
+    assert model == memory.Model(
+        parameters=2**20,
+        expert_parameters=0,
+        stored_bytes=2**21,
+        kv_bytes=2 * 4 * 2 * 16 * 2,
+        layers=4,
+        hidden=64,
+    )
     rows = memory.roles(model, context_length=1024, running=8, micro_step_tokens=0)
     sizes = {row["role"]: round(row["least_gib"] * 2**30 / 2**20, 1) for row in rows}
     assert sizes == {"rollout": 2.5, "train, satellite": 8.0, "train, core": 16.0}
     assert memory.read_model(tmp_path) is None
+    half = dataclasses.replace(model, expert_parameters=2**19)
+    rows = memory.roles(half, context_length=1024, running=8, micro_step_tokens=0, copies=4, expert_copies=2)
+    sizes = {row["role"]: round(row["least_gib"] * 2**30 / 2**20, 1) for row in rows}
+    assert sizes == {"rollout": 2.5, "train, satellite": 24.0, "train, core": 48.0}
 
 
 def test_a_model_that_does_not_fit_is_refused_and_one_that_does_is_not(project):

@@ -1,8 +1,10 @@
-"""One rank of a cell of several, without sockets: a few steps on fixed micro-steps; what it has goes to a file."""
+"""One rank of a cell of several, without sockets: gradients of random forests, then a few steps; what it has goes to a
+file."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import warnings
 
@@ -18,9 +20,19 @@ from celld.trainer.optimizer import AdamW  # noqa: E402
 from celld.trainer.tensors import Tensors  # noqa: E402
 from gyre_base import config as configuration  # noqa: E402
 from gyre_base import messages as m  # noqa: E402
+from gyre_base.microstep import MicroStep  # noqa: E402
 from tests.trainer.forests import random_micro_step  # noqa: E402
 
 STEPS, SEED = 3, 77
+FORESTS = (  # micro-steps: executions, segments of each, length of the longest, piece_tokens
+    (1, 1, 1, 0),
+    (1, 1, 60, 0),
+    (3, 6, 3, 0),
+    (4, 6, 12, 0),
+    (2, 9, 40, 0),
+    (1, 1, 90, 7),
+    (2, 9, 40, 16),
+)
 
 
 class OwnSum:
@@ -32,18 +44,45 @@ class OwnSum:
     def close(self) -> None: ...
 
 
-async def train(policy: Policy) -> dict[str, object]:
-    """Statistics of each micro-step, norms, the first gradient and the last weights and moments (whole)."""
+def tensors_of(policy: Policy) -> Tensors:
     bounds = {"sequence_clip_low": 0.1, "sequence_clip_high": 9.0}
     config = configuration.from_tree({"trainer": bounds, "scheduler": {"steps": 8}})
-    tensors = Tensors(config, policy, AdamW(policy, config.trainer), OwnSum())
-    stats, norms, first = [], [], {}
+    return Tensors(config, policy, AdamW(policy, config.trainer), OwnSum())
+
+
+def order_of(step: MicroStep, number: int) -> m.ComputeMicroStep:
+    layout, payload = step.to_wire()
+    return m.ComputeMicroStep(
+        number=1, batch=number, id="s", base_version=f"0.{number}", layout=layout, payload=payload
+    )
+
+
+def gradient_of(policy: Policy) -> dict[str, torch.Tensor]:
+    """Whole, under the hub's names."""
+    whole = policy.hf_tensors({name: parameter.grad for name, parameter in policy.parameters.items()})
+    return {name: part.clone() for name, part in whole.items()}
+
+
+async def forests(tensors: Tensors) -> list[tuple[dict[str, float], dict[str, torch.Tensor]]]:
+    """Statistics and gradient of each of FORESTS."""
+    found, policy = [], tensors.policy
+    for number, (executions, segments, longest, piece) in enumerate(FORESTS):
+        policy.piece_tokens = piece
+        step = random_micro_step(SEED + number, executions, segments=segments, longest=longest)
+        stats = await tensors.obey(order_of(step, number))
+        found.append((stats, gradient_of(policy)))
+        await tensors.obey(m.DropSum(number=2))
+    policy.piece_tokens = 0
+    return found
+
+
+async def train(policy: Policy) -> dict[str, object]:
+    """What `forests` gives; then of STEPS steps norms and the last weights and moments (whole)."""
+    tensors, norms = tensors_of(policy), []
+    found = await forests(tensors)
     for step in range(STEPS):
         base, part = f"0.{step}", m.Contribution(cell="c0", life=1, ids=("s",))
-        layout, payload = random_micro_step(SEED + step, 4).to_wire()
-        order = m.ComputeMicroStep(number=1, batch=step, id="s", base_version=base, layout=layout, payload=payload)
-        stats.append(await tensors.obey(order))
-        first = first or policy.hf_tensors({name: p.grad.clone() for name, p in policy.parameters.items()})
+        await tensors.obey(order_of(random_micro_step(SEED + step, 4), step))
         await tensors.obey(m.AddMicroStep(number=2, id="s"))
         assert await tensors.obey(m.GatherSums(number=3, batch=step, parts=(part,))) == (True,)
         done = await tensors.obey(m.StepBatch(number=4, batch=step, base_version=base, executions=4))
@@ -51,14 +90,14 @@ async def train(policy: Policy) -> dict[str, object]:
     weights = {name: tensor.clone() for name, tensor in policy.hf_tensors().items()}
     moments = {name: torch.from_numpy(array.copy()) for name, array in tensors.optimizer.hf_arrays().items()}
     tensors.close()
-    return {"stats": stats, "norms": norms, "first": first, "weights": weights, "moments": moments}
+    return {"forests": found, "norms": norms, "weights": weights, "moments": moments}
 
 
 if __name__ == "__main__":
-    model, store, rank, tp, pp, output = sys.argv[1:]
+    model, store, rank, size, layout, output = sys.argv[1:]
     torch.set_num_threads(1)
-    size = int(tp) * int(pp)
-    cpu.start_parallel(tp=int(tp), pp=int(pp), rank=int(rank), store=dist.FileStore(store, size))
+    meeting = dist.FileStore(store, int(size))
+    cpu.start_parallel(**json.loads(layout), rank=int(rank), store=meeting)
     policy = Policy(read_config(model))
     policy.load(read_tensors(model))
     torch.save(asyncio.run(train(policy)), output)

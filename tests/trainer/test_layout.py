@@ -26,10 +26,14 @@ def test_one_that_does_not_is_refused_with_the_sizes_that_do(size, entry):
         check_layout(TrainerConfig(tensor_parallel=size), SMALL.to_hf())
 
 
-@pytest.mark.parametrize("name", ["expert_parallel", "context_parallel"])
-def test_what_is_not_built_is_refused_with_what_happens_instead(name):
-    with pytest.raises(ConfigError, match=rf"trainer\.{name} = 2 is not built: .*0017"):
-        check_layout(TrainerConfig(**{name: 2}), SMALL.to_hf())
+def test_what_is_not_built_is_refused_with_what_happens_instead():
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 is not built: .*0017"):
+        check_layout(TrainerConfig(expert_parallel=2), SMALL.to_hf())
+
+
+def test_any_number_of_ranks_can_share_the_tokens():
+    check_layout(TrainerConfig(context_parallel=3, tensor_parallel=2), SMALL.to_hf())
+    assert TrainerConfig(context_parallel=3, tensor_parallel=2, pipeline_parallel=2).ranks == 12
 
 
 def test_a_mixture_of_experts_is_not_split_by_tensor():
@@ -45,6 +49,7 @@ def test_a_mixture_of_experts_is_not_split_by_tensor():
         {"trainer": {"pipeline_parallel": 0}},
         {"trainer": {"tensor_parallel": 2}, "engine": {"kind": "emulate"}},
         {"trainer": {"pipeline_parallel": 2}, "engine": {"kind": "emulate"}},
+        {"trainer": {"context_parallel": 2}, "engine": {"kind": "emulate"}},
     ],
 )
 def test_the_configuration_itself_is_checked(tree):

@@ -115,7 +115,7 @@ def test_long_runs_are_cut_without_changing_attention_or_its_gradient(seed, segm
 def dense_mask(plan):
     """What the plan means, token by token: [T, T], true where the query may see the key."""
     index = torch.arange(len(plan))
-    return (index[None] <= index[:, None]) & (index[:, None] < plan.end_T[None])
+    return (index[None] <= index[:, None]) & (index[:, None] < plan.end_W[None])
 
 
 @given(seed=st.integers(0, 10**6), executions=st.integers(1, 4), segments=st.integers(1, 12))
@@ -134,22 +134,27 @@ def test_a_token_sees_exactly_its_ancestors_and_itself(seed, executions, segment
     assert torch.equal(dense_mask(tree.plan(steps)), expected)
 
 
+def blocks_of(mask_QK, block_mask):
+    """Which blocks of a mask hold something and which are full, with all of their queries; what `block_mask` says."""
+    rows, columns = (-(-count // flex.BLOCK) for count in mask_QK.shape)
+    dense = torch.zeros(rows * flex.BLOCK, columns * flex.BLOCK, dtype=torch.bool)
+    dense[: mask_QK.shape[0], : mask_QK.shape[1]] = mask_QK
+    tiles = dense.view(rows, flex.BLOCK, columns, flex.BLOCK).transpose(1, 2).flatten(2)
+    called_full = torch.zeros(rows, columns, dtype=torch.bool)
+    for row in range(rows):
+        count = int(block_mask.full_kv_num_blocks[0, 0, row])
+        called_full[row, block_mask.full_kv_indices[0, 0, row, :count].long()] = True
+    return tiles.any(2), tiles.all(2), block_mask.to_dense()[0, 0].bool(), called_full
+
+
 @pytest.mark.parametrize(("seed", "longest"), [(0, 20), (1, 60), (2, 300), (3, 300)])
 def test_flex_attention_equals_the_attention_of_a_cpu_and_its_blocks_are_exact(seed, longest):
     plan = tree.plan(random_micro_step(seed, 2, segments=9, longest=longest).executions)
     inputs = [x.detach() for x in projections(seed, len(plan), size=16)]
     mine, theirs = flex.attend(*inputs, plan.on_gpu), tree.attend(*inputs, plan)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    blocks = -(-len(plan) // flex.BLOCK)
-    dense = torch.zeros(blocks * flex.BLOCK, blocks * flex.BLOCK, dtype=torch.bool)
-    dense[: len(plan), : len(plan)] = dense_mask(plan)
-    tiles = dense.view(blocks, flex.BLOCK, blocks, flex.BLOCK).transpose(1, 2).flatten(2)
-    assert torch.equal(plan.on_gpu.to_dense()[0, 0].bool(), tiles.any(2))
-    full = torch.zeros(blocks, blocks, dtype=torch.bool)
-    for row in range(blocks):
-        count = int(plan.on_gpu.full_kv_num_blocks[0, 0, row])
-        full[row, plan.on_gpu.full_kv_indices[0, 0, row, :count].long()] = True
-    assert torch.equal(full, tiles.all(2))
+    some, full, called_some, called_full = blocks_of(dense_mask(plan), plan.on_gpu)
+    assert torch.equal(called_some, some) and torch.equal(called_full, full)
 
 
 def test_segments_out_of_depth_first_order_are_refused():
