@@ -37,7 +37,7 @@ def rows(folder: Path = Path("runs")) -> tuple[list[dict[str, Any]], str]:
         except slurm.SlurmError as error:
             complaint = str(error)
     entries = {entry.run: entry for entry in registry.entries()}
-    here = (path.parent for path in folder.glob("*/run.json") if not path.parent.is_symlink())
+    here = (path.parent for path in folder.glob("*/run.json") if is_run(path.parent))
     names = dict.fromkeys([*entries, *(str(path.resolve()) for path in here), *(job.run for job in jobs if job.run)])
     out = []
     for name in names:
@@ -47,6 +47,11 @@ def rows(folder: Path = Path("runs")) -> tuple[list[dict[str, Any]], str]:
         if job is not None or (Path(name) / "run.json").exists():
             out.append(row(Path(name), job, "" if complaint else noted))  # no further call to a silent controller
     return sorted(out, key=lambda r: (ORDER.index(r["state"]) if r["state"] in ORDER else 0, r["run"])), complaint
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it was ever supervised: `gyre exec --task` makes a run directory without."""
+    return not folder.is_symlink() and (folder / "lives" / "supervisor.lock").exists()
 
 
 ORDER = ("running", "pending", "stopped", "done")

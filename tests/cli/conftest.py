@@ -56,7 +56,8 @@ def make_run(root: Path, **cluster: object) -> Path:
     run = RunDir.create(root)
     make_keys(run)
     run.write_atomic("run.json", configuration.to_json(configuration.from_tree(tree)))
-    return run.root
+    with run.lock("supervisor"):  # somebody worked on it
+        return run.root
 
 
 @pytest.fixture(scope="session")

@@ -147,6 +147,12 @@ def test_a_run_that_nobody_works_on_is_stopped_and_one_that_is_held_here_runs(ow
         assert [r["state"] for r in listing.rows()[0]] == ["running"]
 
 
+def test_what_gyre_exec_leaves_is_no_run_that_stopped(own_state):
+    root = make_run(own_state / "runs" / "exec")
+    (root / "lives" / "supervisor.lock").unlink()
+    assert listing.rows()[0] == []
+
+
 def test_of_a_stopped_run_it_is_told_how_its_job_ended_while_slurm_remembers(own_state, monkeypatch):
     registry.note(make_run(own_state / "a"), job="20")
     queue_says(monkeypatch)
