@@ -20,6 +20,8 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
+from gyre_base.routing import BadRouting, RoutingShape
+
 PauseMode = Literal["abort", "retract", "in_place"]
 PROBE_TOKENS = 4
 
@@ -136,17 +138,20 @@ class EngineClient:
         counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith("sglang:generation_tokens_total")]
         return int(sum(map(float, counts))) if counts else None
 
-    async def probe(self, *, token_id: int = 0, need_release: bool = True) -> EngineFacts:
+    async def probe(
+        self, *, token_id: int = 0, need_release: bool = True, routing: RoutingShape | None = None
+    ) -> EngineFacts:
         """Check settings and one short generation against what training data needs. Raises EngineUnsuitable.
 
+        `routing`: it must say the experts of each token, of such a model.
         The engine must be serving: in a pause the generation would wait for ever, that is, until the time is up.
         """
         info, model = _object(await self._get("/server_info")), await self.model_info()
-        remedies = _remedies(info, need_release)
+        remedies = _remedies(info, need_release, routing is not None)
         if "weight_version" not in model:
             remedies.append("use SGLang 0.5.23 or newer: /model_info names no weight_version")
         if not remedies:
-            remedies = await self._trial(token_id)
+            remedies = await self._trial(token_id, routing)
         if remedies:
             raise EngineUnsuitable(self.base_url, remedies)
         return EngineFacts(
@@ -158,16 +163,18 @@ class EngineClient:
             raw=info,
         )
 
-    async def _trial(self, token_id: int) -> list[str]:
-        """Generate a few tokens in a stream: increments, exact ids, a logprob per id, spans over all of them."""
+    async def _trial(self, token_id: int, routing: RoutingShape | None) -> list[str]:
+        """Generate a few tokens in a stream: increments, exact ids, a logprob per id, spans and experts of them all."""
         params = {"max_new_tokens": PROBE_TOKENS, "temperature": 1.0, "ignore_eos": True, "stream_interval": 1}
         body = {"input_ids": [token_id], "sampling_params": params, "stream": True, "return_logprob": True}
+        if routing is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": 0}
         raw = await self._request("POST", "/generate", body, None, self._plain)
         chunks = [orjson.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
         if not chunks or any("meta_info" not in chunk for chunk in chunks):
             message = chunks[0].get("error", {}).get("message", "") if chunks else "no chunk"
             raise EngineRefused("the probe's generation", 400, message)
-        return _trial_remedies(chunks)
+        return _trial_remedies(chunks) + _routing_remedies(chunks, routing)
 
     # -- what it does -------------------------------------------------------------------------------------------
 
@@ -308,14 +315,29 @@ def _message(raw: bytes) -> str:
     return str(body).strip()[:500]
 
 
-def _remedies(info: dict[str, Any], need_release: bool) -> list[str]:
+def _remedies(info: dict[str, Any], need_release: bool, need_routing: bool) -> list[str]:
     """Settings of /server_info that would spoil rollout data, as what to do about them."""
     wanted = {
         "incremental_streaming_output": "start it with --incremental-streaming-output (whole chunks are quadratic)"
     }
     if need_release:
         wanted["enable_memory_saver"] = "start it with --enable-memory-saver (release would do nothing)"
+    if need_routing:
+        wanted["enable_return_routed_experts"] = (
+            "start it with --enable-return-routed-experts, or set engine.routed_experts to false"
+        )
     return [remedy for name, remedy in wanted.items() if not info.get(name)]
+
+
+def _routing_remedies(chunks: list[dict[str, Any]], routing: RoutingShape | None) -> list[str]:
+    """What is wrong with the experts that the probe's stream tells."""
+    if routing is None:
+        return []
+    try:
+        routing.reported(str(chunks[-1]["meta_info"].get("routed_experts") or ""), PROBE_TOKENS)
+    except BadRouting as error:
+        return [f"set engine.routed_experts to false: the engine's are not those of this model ({error})"]
+    return []
 
 
 def _trial_remedies(chunks: list[dict[str, Any]]) -> list[str]:

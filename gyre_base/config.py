@@ -96,6 +96,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # sglang: GPUs of one engine
     kv_store: bool = False  # engines read each other's KV, so that a call that moves is not prefilled again
     kv_share_mib: int = 256  # tiny: of KV that others may read, kept while this engine's memory is released
+    routed_experts: bool = False  # sglang, a mixture of experts: tokens are trained by the experts that sampled them
     options: dict[str, str] = field(default_factory=dict)  # sglang: its own options by name; they win; true is a flag
 
 
@@ -423,6 +424,10 @@ def _check_cells(config: Config) -> None:
         raise ConfigError(
             "an emulated trainer is one process: trainer.tensor_parallel, pipeline_parallel and context_parallel need "
             "another engine.kind"
+        )
+    if config.engine.routed_experts and config.engine.kind != "sglang":
+        raise ConfigError(
+            f"engine.routed_experts needs engine.kind = sglang: {config.engine.kind} serves no mixture of experts"
         )
     if config.emulate.nodes and len(config.emulate.nodes) != cells:
         raise ConfigError(f"emulate.nodes must have one number per cell ({cells}), not {len(config.emulate.nodes)}")

@@ -9,7 +9,8 @@ Shapes: T tokens of one execution in depth-first order, every shared prefix once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,17 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRouting:
+    """Where a mixture of experts is to send R of the tokens again, as the engine did.
+
+    at[R] packed indices, ascending · experts[R, L, K] of every layer, uint8 or uint16; zeros in layers without experts.
+    """
+
+    at: Ints
+    experts: npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedExecution:
     """All kept trajectories of one execution as one sequence.
 
@@ -94,6 +106,7 @@ class PackedExecution:
     paths: tuple[PackedPath, ...]
     calls: tuple[CallRange, ...] = ()
     versions: tuple[VersionSpan, ...] = ()
+    routing: PackedRouting | None = None  # of tokens that are not in it the trainer decides
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -111,6 +124,19 @@ class PackedExecution:
         self._check_paths()
         for call in self.calls:
             _require(0 < call.start < call.end <= count, self, f"call {call.call} lies outside")
+        if self.routing is not None:
+            at, experts = self.routing.at, self.routing.experts
+            ascending = bool((np.diff(at) > 0).all()) and (not len(at) or (at[0] >= 0 and at[-1] < count))
+            _require(ascending, self, "routed tokens are not distinct tokens in order")
+            _require(experts.ndim == 3 and len(experts) == len(at), self, "routing has not one entry per routed token")
+
+    def replayed(self) -> Flags:
+        """bool[T]: targets that are predicted by a token whose routing is known."""
+        known = np.zeros(len(self), dtype=np.bool_)
+        if self.routing is not None:
+            known[self.routing.at] = True
+        out: Flags = self.trainable & known[self.predecessor]
+        return out
 
     def _check_segments(self, count: int) -> None:
         starts, ends, parents = self.segments.reshape(-1, 3).T
@@ -155,11 +181,7 @@ class MicroStep:
     def to_wire(self) -> tuple[dict[str, Any], bytes]:
         """(layout for msgpack, payload): the arrays of every execution one after another, little-endian."""
         metas = [_meta(packed) for packed in self.executions]
-        parts = [
-            np.ascontiguousarray(getattr(packed, name), dtype=form).tobytes()
-            for packed in self.executions
-            for name, form in _ARRAYS
-        ]
+        parts = [part for packed in self.executions for part in _parts(packed)]
         return {"form": WIRE_FORM, "executions": metas}, b"".join(parts)
 
     @classmethod
@@ -215,8 +237,25 @@ def _require(holds: bool | np.bool_, packed: PackedExecution, why: str) -> None:
         raise PackError(f"execution {packed.execution}: {why}")
 
 
+def _parts(packed: PackedExecution) -> Iterator[bytes]:
+    for name, form in _ARRAYS:
+        yield np.ascontiguousarray(getattr(packed, name), dtype=form).tobytes()
+    if packed.routing is not None:
+        yield np.ascontiguousarray(packed.routing.at, dtype="<i4").tobytes()
+        yield np.ascontiguousarray(packed.routing.experts, dtype=_little(packed.routing)).tobytes()
+
+
+def _little(routing: PackedRouting) -> str:
+    return f"<u{routing.experts.dtype.itemsize}"
+
+
+def _routing_meta(routing: PackedRouting | None) -> dict[str, Any]:
+    return {} if routing is None else {"routing": [_little(routing), *routing.experts.shape]}
+
+
 def _meta(packed: PackedExecution) -> dict[str, Any]:
     return {
+        **_routing_meta(packed.routing),
         "execution": packed.execution,
         "group": packed.group,
         "advantage": float(packed.advantage),
@@ -233,11 +272,15 @@ def _meta(packed: PackedExecution) -> dict[str, Any]:
 def _from_meta(meta: dict[str, Any], payload: bytes, offset: int) -> tuple[PackedExecution, int]:
     count, arrays = int(meta["count"]), {}
     for name, form in _ARRAYS:
-        size = count * np.dtype(form).itemsize
-        if offset + size > len(payload):
-            raise PackError(f"execution {meta['execution']}: payload ends inside {name}")
-        arrays[name] = np.frombuffer(payload, dtype=form, count=count, offset=offset)
-        offset += size
+        arrays[name], offset = _array(meta, name, form, (count,), payload, offset)
+    routing = None
+    if "routing" in meta:
+        form, *shape = meta["routing"]
+        if form not in ("<u1", "<u2") or len(shape) != 3 or min(shape) < 0:
+            raise PackError(f"execution {meta['execution']}: routing of form {meta['routing']}")
+        at, offset = _array(meta, "routing", "<i4", shape[:1], payload, offset)
+        experts, offset = _array(meta, "routing", form, shape, payload, offset)
+        routing = PackedRouting(at=at, experts=experts)
     packed = PackedExecution(
         execution=meta["execution"],
         group=meta["group"],
@@ -253,6 +296,18 @@ def _from_meta(meta: dict[str, Any], payload: bytes, offset: int) -> tuple[Packe
             CallRange(call=c, start=a, end=b, prompt_length=n, prompt_digest=d) for c, a, b, n, d in meta["calls"]
         ),
         versions=tuple(VersionSpan(start=a, end=b, version=v) for a, b, v in meta["versions"]),
+        routing=routing,
         **arrays,
     )
     return packed, offset
+
+
+def _array(
+    meta: dict[str, Any], name: str, form: str, shape: Sequence[int], payload: bytes, offset: int
+) -> tuple[npt.NDArray[Any], int]:
+    """(the array that begins at `offset`, where it ends). Raises PackError."""
+    count = math.prod(shape)
+    end = offset + count * np.dtype(form).itemsize
+    if end > len(payload):
+        raise PackError(f"execution {meta['execution']}: payload ends inside {name}")
+    return np.frombuffer(payload, dtype=form, count=count, offset=offset).reshape(shape), end

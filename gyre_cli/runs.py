@@ -15,6 +15,7 @@ from gyre_base import config as configuration
 from gyre_base.allocation import Allocation, own_address
 from gyre_base.config import Config, ConfigError
 from gyre_base.keys import make_keys
+from gyre_base.routing import shape_of
 from gyre_base.rundir import RunDir
 from gyre_cli import registry
 from gyre_cli.common import LATEST
@@ -73,6 +74,7 @@ def check(config: Config, *, here: bool = True) -> None:
     from gyre_exec.tasks import check as check_tasks
 
     check_layout(config.trainer, json.loads((Path(config.model.path) / "config.json").read_text()))
+    shape_of(config)
     paths = [Path(p) for p in (config.tasks.train, config.tasks.heldout) if p]
     problems = check_tasks(paths)
     if problems:

@@ -19,7 +19,8 @@ from proxyd.stream import BadStream, Sampled
 ASK_S = 5.0
 SILENCE_S = 300.0  # without a byte; an engine under load may keep a request queued for long
 ABORT_AGAIN_S = 0.5  # an abort that overtakes its request is ignored by the engine, so it is repeated
-MAX_CHUNK = 64 << 20
+MAX_CHUNK = 1 << 30  # with the experts of every token and layer the last one is long: 2 kB per token are seen
+LONG_CHUNK = 1 << 18  # pieces of a longer one are joined once, at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class _Events:
 
     def __init__(self, sampled: Sampled, heard: Callable[[int], None]) -> None:
         self._sampled, self._rest, self._heard = sampled, b"", heard
+        self._held: list[bytes] = []  # what follows `_rest`, if that is long
+        self._held_bytes = 0
         self.said = b""
 
     def __call__(self, status: int, piece: bytes) -> None:
@@ -51,6 +54,13 @@ class _Events:
         if status != 200:
             self.said = (self.said + piece)[:500]
             return
+        if len(self._rest) > LONG_CHUNK:
+            self._held.append(piece)
+            self._held_bytes += len(piece)
+            if b"\n" not in piece and self._held_bytes <= MAX_CHUNK:
+                return
+            piece = b"".join(self._held)
+            self._held, self._held_bytes = [], 0
         *events, self._rest = (self._rest + piece if self._rest else piece).split(b"\n\n")
         count = 0
         for event in events:
@@ -80,8 +90,13 @@ class EngineClient:
     def close(self) -> None:
         self._http.close()
 
-    def body(self, submit: Submit, ids_json: bytes, asked: int) -> bytes:
-        """The request, built around the prompt's stored JSON text."""
+    def body(self, submit: Submit, ids_json: bytes, asked: int, routed_from: int | None = None) -> bytes:
+        """The request, built around the prompt's stored JSON text. `routed_from`: the first token whose experts are
+        wanted.
+        """
+        routed = b""
+        if routed_from is not None:
+            routed = b',"return_routed_experts":true,"routed_experts_start_len":%d' % routed_from
         return b"".join(
             (
                 b'{"rid":"',
@@ -98,6 +113,7 @@ class EngineClient:
                 str(self._interval).encode(),
                 b'},"stream":true,"return_logprob":true,"cache_salt":',
                 orjson.dumps(submit.version),
+                routed,
                 b"}",
             )
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gyre_base.routing import NAME, RoutingShape, known
 from gyre_base.runfile import Call, Note, Record, Sampling, Span, context_digest
 from proxyd.capture import Forest, Node, Plan
 from proxyd.chat import ChatModel, Piece
@@ -29,6 +30,7 @@ class Progress:
     spans: list[Span] = field(default_factory=list)
     resent: int = 0  # tokens that were sent again, to another engine
     reread: int = 0  # of these, those that it did not compute again
+    routed: list[tuple[int, int, str]] = field(default_factory=list)  # submissions: first token, tokens, their experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,10 @@ class Facts:
     named: str = ""  # the agent's id in the harness's headers
 
 
-def call_record(facts: Facts, plan: Plan, progress: Progress) -> Call:
-    """The record. Logprobs that an engine did not give are NaN: context, never a target."""
+def call_record(facts: Facts, plan: Plan, progress: Progress, routing: RoutingShape | None = None) -> Call:
+    """The record. Logprobs that an engine did not give are NaN: context, never a target. With `routing` it has the
+    experts of each token; `capture.unrouted` counts the tokens of which no engine said them.
+    """
     prompt = plan.prompt_ids()
     capture = {
         "start": plan.start.hex(),
@@ -68,6 +72,14 @@ def call_record(facts: Facts, plan: Plan, progress: Progress) -> Call:
         capture["purpose"] = plan.purpose
     if facts.named:
         capture["named"] = facts.named
+    arrays = {}
+    if routing is not None:
+        rows, wrong = routing.spliced(len(progress.ids), progress.routed)
+        if missing := int((~known(rows)).sum()):
+            capture["unrouted"] = missing
+        if wrong:
+            log.warning("call %s: routing that can't be used: %s", facts.call, "; ".join(wrong))
+        arrays[NAME] = rows
     return Call(
         exec=facts.execution,
         call=facts.call,
@@ -85,6 +97,7 @@ def call_record(facts: Facts, plan: Plan, progress: Progress) -> Call:
         prompt_ids=prompt,
         completion_ids=np.array(progress.ids, np.int32),
         logprobs=np.array(progress.logprobs, np.float32),
+        arrays=arrays,
         extra={"capture": capture},
     )
 

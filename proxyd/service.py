@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gyre_base.config import Config
+from gyre_base.routing import shape_of
 from gyre_base.runfile import CallWriter, record_frame
 from proxyd.calllog import CallLog
 from proxyd.capture import Forest, Node, Plan
@@ -97,6 +98,7 @@ class Service:
         self.config, self.chat = config, chat
         self._engines, self._log, self._feed = engines, calls, feed
         self.now, self.fatal = now, fatal
+        self._routing = shape_of(config)
         self._writer = CallWriter(form=record_frame)
         self.forests: dict[str, Forest] = {}
         self._memories: dict[str, Memory] = {}
@@ -292,7 +294,10 @@ class Service:
         sampled = opened.sampled = Sampled(submit.version)
         opened.asked = asked
         how, lost, why = "cut", True, "it did not end after an abort"
-        body = [self._engines.body(submit, b",".join(parts), asked)]
+        before = opened.plan.prompt_tokens + len(progress.ids)
+        # a row is of the token before: the engine computes that one itself, whatever it found of the prompt elsewhere
+        routed_from = before - 1 if self._routing is not None else None
+        body = [self._engines.body(submit, b",".join(parts), asked, routed_from)]
         del parts
         try:
             outcome = await self._engines.stream(submit.url, body, sampled, opened.heard)
@@ -307,6 +312,8 @@ class Service:
     def _end(self, opened: Open, submit: Submit, sampled: Sampled, asked: int, outcome: tuple[str, bool, str]) -> None:
         how, lost, why = outcome
         progress, before = opened.progress, len(opened.progress.ids)
+        if sampled.routed:
+            progress.routed.append((before, len(sampled.ids), sampled.routed))
         del sampled.ids[asked:], sampled.logprobs[asked:]
         progress.spans = join_spans(progress.spans, sampled.versions(), before)
         if (submit.number > 1 or before) and sampled.prompt_tokens is not None:
@@ -367,10 +374,10 @@ class Service:
             named=opened.named,
         )
         plan, progress, writer = opened.plan, opened.progress, self._writer
-        base = plan.base.call if plan.base is not None else None
+        base, routing = plan.base.call if plan.base is not None else None, self._routing
 
         def frame() -> bytes:
-            return writer.call(call_record(facts, plan, progress), base, plan.keep)
+            return writer.call(call_record(facts, plan, progress, routing), base, plan.keep)
 
         self._log.append(frame).add_done_callback(lambda written: self._written(opened, node, facts, written))
 

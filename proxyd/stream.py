@@ -31,6 +31,7 @@ class Sampled:
     why: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int = 0
+    routed: str = ""  # experts of all of these tokens, as the engine wrote them
 
     def take(self, chunk: dict[str, Any]) -> None:
         """One chunk. Raises BadStream."""
@@ -62,6 +63,7 @@ class Sampled:
     def _finish(self, reason: Any, meta: dict[str, Any]) -> None:
         self.finish = str(reason.get("type", "stop")) if isinstance(reason, dict) else str(reason)
         self.why = str(reason.get("message") or "") if isinstance(reason, dict) else ""
+        self.routed = str(meta.get("routed_experts") or "")
         given = meta.get("weight_versions") or []
         self.spans = [Span(str(s["version"]), int(s["start"]), int(s["end"])) for s in given]
 

@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gyre_base.microstep import ROOT, CallRange, PackedExecution, PackedPath, VersionSpan, chain, context_mismatches
+from gyre_base.microstep import (
+    ROOT,
+    CallRange,
+    PackedExecution,
+    PackedPath,
+    PackedRouting,
+    VersionSpan,
+    chain,
+    context_mismatches,
+)
+from gyre_base.routing import Routing, known, rows_of
 from gyre_base.runfile import Ids, Logprobs
 from trajtools.choose import Choice, runs
 from trajtools.forest import NOBODY, Mark, Segment
@@ -49,6 +59,7 @@ def pack(choice: Choice, *, group: str = "", advantage: float = 0.0, dispatched_
         paths=plan.paths(trainable),
         calls=calls,
         versions=versions,
+        routing=plan.routing(owner, predecessor),
     )
 
 
@@ -175,6 +186,28 @@ class _Plan:
                 mine = runs(owner[place : place + size] == order)
                 versions.extend(_versions(mark, place, offset, mine))
         return tuple(sorted(calls, key=lambda c: c.start)), tuple(sorted(versions, key=lambda v: v.start))
+
+    def routing(self, owner: NDArray[np.int32], predecessor: NDArray[np.int32]) -> PackedRouting | None:
+        """The rows that the owners recorded, at the tokens they are of: those before each owned token.
+
+        Where two owned tokens follow the same one, the earlier commit's row stands for both: it is computed once.
+        """
+        at: list[NDArray[np.int32]] = []
+        found: list[Routing] = []
+        for order in np.unique(owner[owner != NOBODY]).tolist():
+            mark = self._choice.marks[order]
+            rows = rows_of(mark.call.arrays, mark.sampled)
+            if rows is None or (found and rows.shape[1:] != found[0].shape[1:]):
+                continue
+            for place, size, offset in self._places(mark):
+                mine = np.flatnonzero(owner[place : place + size] == order)
+                mine = mine[known(rows[offset + mine])]
+                at.append(predecessor[place + mine])
+                found.append(rows[offset + mine])
+        if not any(map(len, at)):
+            return None
+        places, first = np.unique(np.concatenate(at), return_index=True)
+        return PackedRouting(at=places.astype(np.int32), experts=np.concatenate(found)[first])
 
     def _places(self, mark: Mark) -> list[tuple[int, int, int]]:
         """(packed index, tokens, offset in the completion) of the parts of a completion on kept paths, in order."""

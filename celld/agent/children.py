@@ -188,6 +188,7 @@ def sglang_settings(
         device=engine.device,
         admin_key=keys.admin,
         kv_store=store,
+        routed_experts=engine.routed_experts,
         extra={name: True if value == "true" else value for name, value in engine.options.items()},
     )
 

@@ -30,6 +30,7 @@ from gyre_base.config import Config
 from gyre_base.daemon import Send, Shell, log_to, stop_on_signals
 from gyre_base.journal import Journal, mend_tail
 from gyre_base.keys import Keys, load_keys
+from gyre_base.routing import shape_of
 from gyre_base.rundir import RunDir
 from gyre_base.stacks import examine
 from gyre_base.vocabulary import Role
@@ -52,6 +53,7 @@ class AgentShell(Shell):
         mend_tail(path)
         super().__init__(c.Agent(cell=cell), Journal(path))
         self._run, self._keys, self._config, self._cell, self._life = run, keys, config, cell, life
+        self._routing = shape_of(config)
         self._server = server
         self._cellctl = Client(run, keys, "cellctl", identity=f"celld:{cell}:{life}")
         self._rank = Client(run, keys, f"rank-{cell}")
@@ -145,7 +147,8 @@ class AgentShell(Shell):
         self._engine = EngineClient(url, admin_key=self._keys.admin, api_key=self._keys.admin)
         await self._serving(self._engine)
         await self._engine.probe(
-            need_release=(self._config.engine.kind, self._config.engine.device) != ("sglang", "cpu")
+            need_release=(self._config.engine.kind, self._config.engine.device) != ("sglang", "cpu"),
+            routing=self._routing,
         )
         self.post(c.ChildUp(child="engine", version=version, url=url))
 

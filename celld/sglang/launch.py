@@ -36,6 +36,7 @@ class SGLangSettings:
     device: str = "cuda"  # or cpu
     admin_key: str | None = None
     kv_store: Path | None = None
+    routed_experts: bool = False  # a request may ask which experts its tokens went to
     cpu_tokens: int = 8192  # of KV on a machine without a GPU
     extra: Mapping[str, Any] = field(default_factory=dict)  # SGLang's own options by name, these win
 
@@ -51,6 +52,7 @@ class SGLangSettings:
     def _always(self) -> dict[str, Any]:
         # one key for all: generation too, since the network may have other users
         named = {"admin-api-key": self.admin_key, "api-key": self.admin_key} if self.admin_key else {}
+        routed = {"enable-return-routed-experts": True} if self.routed_experts else {}
         return {
             "model-path": str(self.model),
             "host": self.host,
@@ -69,6 +71,7 @@ class SGLangSettings:
             "enable-metrics": True,
             "load-snapshot-publish-interval": 1,  # a drain waits for /v1/loads: 15 steps of age would be waited too
             "page-size": PAGE_TOKENS,
+            **routed,
             **named,
         }
 

@@ -91,6 +91,7 @@ def counts(step: MicroStep, computed: Sequence[PackedExecution], base_step: int)
         "owned_tokens": float(sum(int(packed.owned.sum()) for packed in step.executions)),
         "packed_tokens": float(sum(map(len, step.executions))),
         "computed_packed_tokens": float(sum(map(len, computed))),
+        "replayed": float(sum(int((packed.owned & packed.replayed()).sum()) for packed in computed)),
         "staleness": float(sum(base_step - packed.dispatched_step for packed in step.executions)),
         "context_mismatches": float(step.context_mismatches()),
     }
@@ -109,6 +110,7 @@ def metrics(stats: Mapping[str, float]) -> dict[str, float]:
         "ratio_mean": mean("ratio", "computed_tokens"),
         "sequence_ratio_mean": mean("sequence_ratio", "computed_tokens"),
         "logprob_gap": mean("logprob_gap", "computed_tokens"),
+        "replayed_share": mean("replayed", "computed_tokens"),
         "entropy": mean("entropy", "computed_tokens"),
         "kl": mean("kl", "computed_tokens"),
         "staleness_mean": mean("staleness", "executions"),

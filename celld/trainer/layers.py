@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from celld.trainer import context, tree
+from celld.trainer import context, replay, tree
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Pass:
 
     plan: tree.TreePlan | None = None
     piece_tokens: int = 0  # 0: everything at once, and kept
+    start: int = 0  # of the piece that goes through experts now, among this rank's tokens
 
 
 class TreeAttention(MegatronModule):  # type: ignore[misc]  # megatron is untyped
@@ -79,8 +80,15 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # megatron is untyped
         if not self.now.piece_tokens:
             whole: Tensor = forward(hidden_states, *args, **kwargs)
             return whole
+
+        def mlp_of(start: int, piece: Tensor) -> Tensor:
+            self.now.start = start  # also when it is computed again
+            out: Tensor = forward(piece, *args, **kwargs)
+            return out
+
+        starts = range(0, len(hidden_states), self.now.piece_tokens)
         pieces = torch.split(hidden_states, self.now.piece_tokens)
-        return torch.cat([again(forward, piece, *args, **kwargs) for piece in pieces])
+        return torch.cat([again(mlp_of, start, piece) for start, piece in zip(starts, pieces, strict=True)])
 
 
 class Router(TopKRouter):  # type: ignore[misc]  # megatron is untyped
@@ -89,6 +97,29 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron is untyped
     def gating(self, input: Tensor) -> Tensor:
         """[..., D] -> [..., experts]"""
         return F.linear(input.float(), self.weight.float())
+
+
+class Given:
+    """What megatron's router asks for its choice of experts: that of the plan where it has one, else the router's."""
+
+    def __init__(self, now: Pass, layer: int) -> None:
+        self._now, self._layer = now, layer
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: Any = None,
+        group_topk: Any = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """([P, K] of the scores, which experts). The name and the arguments are megatron's."""
+        plan, start = self._now.plan, self._now.start
+        if plan is not None and plan.routed_W is not None and plan.experts_RLK is not None:
+            row_P = plan.routed_W[plan.index_T[start : start + len(scores)]]
+            scores = replay.limited(scores, row_P, plan.experts_RLK[:, self._layer])
+        best: tuple[Tensor, Tensor] = default_compute_topk(scores, topk, num_groups, group_topk)
+        return best
 
 
 def again(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,4 +144,6 @@ def share(model: torch.nn.Module) -> Pass:
     for module in model.modules():
         if isinstance(module, TreeAttention | Layer):
             module.now = now
+        if isinstance(module, Router):
+            module.router_replay = Given(now, module.layer_number - 1)
     return now

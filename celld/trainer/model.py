@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from celld.trainer import context, cpu, dtypes, layers, pipeline, tree
+from celld.trainer import context, cpu, dtypes, layers, pipeline, replay, tree
 from celld.trainer.embedding import Embedding
 from celld.trainer.mapping import SPLIT, ModelError, Shape, from_hf, shard, to_hf, unshard
 from celld.weights import Array
@@ -102,7 +102,10 @@ class Policy:
 
     def begin(self, plan: tree.TreePlan) -> None:
         """The layers compute `plan` from now on, in the backward pass as well."""
-        self._now.plan = plan
+        if plan.experts_RLK is not None:
+            shape = self.shape
+            replay.check(plan.experts_RLK, shape.num_hidden_layers, shape.num_experts_per_tok, shape.num_experts)
+        self._now.plan, self._now.start = plan, 0
         self._now.piece_tokens = self.piece_tokens if len(plan) > self.piece_tokens else 0
         self.module.rotary_pos_emb.position_T = plan.position_T
 

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from celld.trainer import flex
+from celld.trainer import flex, replay
 from gyre_base.microstep import PackedExecution, PackError
 
 MAX_QUERIES = 512  # longer runs are cut: bounds a mask to 512 x its keys
@@ -99,6 +99,8 @@ class TreePlan:
     places_W: Tensor  # of each packed token in the tokens of all ranks, laid end to end
     rows: tuple[Row, ...]  # in the order of their queries
     ranks: int = 1  # that share the sequence
+    routed_W: Tensor | None = None  # of each packed token its row of given experts, -1: the router decides
+    experts_RLK: Tensor | None = None  # the given ones (`celld.trainer.replay`)
 
     def __len__(self) -> int:
         return len(self.tokens_T)
@@ -151,6 +153,7 @@ def plan(executions: Sequence[PackedExecution]) -> TreePlan:
         ends.append(_subtree_ends(segments, packed.execution) + offset)
         offset += len(packed)
     every_W = torch.arange(offset)
+    routed_W, experts_RLK = replay.rows_of(executions)
     return TreePlan(
         tokens_T=torch.from_numpy(np.concatenate([p.tokens for p in executions]).astype(np.int64)),
         position_T=torch.from_numpy(np.concatenate([p.position for p in executions]).astype(np.int64)),
@@ -158,6 +161,8 @@ def plan(executions: Sequence[PackedExecution]) -> TreePlan:
         end_W=torch.from_numpy(np.concatenate(ends)),
         places_W=every_W,
         rows=tuple(rows),
+        routed_W=routed_W,
+        experts_RLK=experts_RLK,
     )
 
 

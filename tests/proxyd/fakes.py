@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 from aiohttp import web
 
 from gyre_base import config as configuration
@@ -43,6 +45,7 @@ class FakeEngine:
     hold_after: int | None = None
     die_after: int | None = None
     repeat_on_abort: bool = True
+    routes: int | None = 0  # its experts differ from another's by so many; None: it does not say them
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
     running: dict[str, int] = field(default_factory=dict)
@@ -108,7 +111,8 @@ class FakeEngine:
         while True:
             await self._wait_to_go_on(rid, sent)
             if rid in self.aborted:
-                await response.write(self._abort_chunk(rid, prompt, answer, sent) + b"data: [DONE]\n\n")
+                said = self.routing(rid, answer[:sent])
+                await response.write(self._abort_chunk(rid, prompt, answer, sent, said) + b"data: [DONE]\n\n")
                 return
             if self.die_after is not None and sent >= self.die_after:
                 assert http.transport is not None
@@ -120,7 +124,8 @@ class FakeEngine:
             if not ended and sent == params["max_new_tokens"]:
                 finish = {"type": "length", "length": sent}
             self.running[rid] = sent
-            await response.write(self._chunk(rid, prompt, answer[sent - 1 : sent], sent, finish))
+            said = self.routing(rid, answer[:sent]) if finish else {}
+            await response.write(self._chunk(rid, prompt, answer[sent - 1 : sent], sent, finish, said))
             if finish:
                 await response.write(b"data: [DONE]\n\n")
                 return
@@ -133,8 +138,26 @@ class FakeEngine:
     def logprob(self, token: int) -> float:
         return -((token % 7) + 1) / 8
 
-    def _chunk(self, rid: str, prompt: list[int], ids: list[int], total: int, finish: Any) -> bytes:
+    def experts(self, token: int, position: int) -> list[list[int]]:
+        """Of two layers, two of eight each."""
+        assert self.routes is not None
+        first, second = token + self.routes, position + self.routes
+        return [[first % 8, (first + 1) % 8], [second % 8, (second + 3) % 8]]
+
+    def routing(self, rid: str, sampled: list[int]) -> dict[str, str]:
+        """As SGLang says it in the last chunk: of every token that was computed, from where it was asked to."""
+        body = next(body for body in self.requests if body["rid"] == rid)
+        if self.routes is None or not body.get("return_routed_experts"):
+            return {}
+        computed = list(enumerate([*body["input_ids"], *sampled][:-1]))[body["routed_experts_start_len"] :]
+        rows = np.array([self.experts(token, position) for position, token in computed], "<i4")
+        return {"routed_experts": base64.b64encode(rows.tobytes()).decode()}
+
+    def _chunk(
+        self, rid: str, prompt: list[int], ids: list[int], total: int, finish: Any, said: dict[str, str] | None = None
+    ) -> bytes:
         meta: dict[str, Any] = {
+            **(said or {}),
             "id": rid,
             "finish_reason": finish,
             "prompt_tokens": len(prompt),
@@ -147,10 +170,12 @@ class FakeEngine:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": total}]
         return b"data: " + json.dumps({"output_ids": ids, "meta_info": meta}).encode() + b"\n\n"
 
-    def _abort_chunk(self, rid: str, prompt: list[int], answer: list[int], sent: int) -> bytes:
+    def _abort_chunk(
+        self, rid: str, prompt: list[int], answer: list[int], sent: int, said: dict[str, str] | None = None
+    ) -> bytes:
         """As SGLang does it: the last id again and the whole list of logprobs."""
         finish = {"type": "abort", "message": "Abort by user", "status_code": None, "err_type": None}
-        chunk = json.loads(self._chunk(rid, prompt, answer[:sent], sent, finish)[6:])
+        chunk = json.loads(self._chunk(rid, prompt, answer[:sent], sent, finish, said)[6:])
         chunk["output_ids"] = answer[max(0, sent - 1) : sent] if self.repeat_on_abort else []
         return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 

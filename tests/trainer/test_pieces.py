@@ -62,7 +62,7 @@ def test_a_step_within_the_bound_is_computed_at_once_and_a_longer_one_again(made
     assert runs == []
     monkeypatch.setattr(made, "piece_tokens", -(-count // 2))
     trained(made, steps)
-    assert sorted(runs) == sorted(depth * ["_forward_attention", "_forward_mlp", "_forward_mlp"])
+    assert sorted(runs) == sorted(depth * ["_forward_attention", "mlp_of", "mlp_of"])
 
 
 def kept_floats(mine, length: int) -> int:
