@@ -1,7 +1,7 @@
 """What each role of a cell holds in memory, from the sizes in the model's own files. Pure but for reading headers.
 
-Weights, gradient sum and moments are exact for the trainer as it is (fp32, each its own copy); activations are an
-estimate and said to be one. Bytes are per cell, copies in several of its ranks included: its GPUs have equal shares.
+Weights, gradient, its sum, moments and masters are exact for the trainer as it is; activations are an estimate and said
+to be one. Bytes are per cell, copies in several of its ranks included: its GPUs have equal shares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FP32 = 4
+FP32, BF16 = 4, 2
 MOMENTS = 2  # of AdamW
 ACTIVATION_BYTES = 34  # per layer, token and hidden unit, kept in half precision without recomputation (Korthikanti)
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
@@ -73,25 +73,34 @@ def roles(
     micro_step_tokens: int,
     copies: int = 1,
     expert_copies: int = 1,
+    dtype: str = "fp32",
 ) -> list[dict[str, Any]]:
     """One row per role: GiB of a whole cell by what they are for. `least` is without what merely makes it faster:
     an engine needs the cache of one longest request, and asks for that of all that run at once. `copies`: of weights in
-    the ranks of a cell, and of its experts'.
+    the ranks of a cell, and of its experts'. `dtype`: of weights in the ranks; an engine serves bf16 if they are that,
+    else the stored type.
     """
     experts = model.expert_parameters
-    weights = ((model.parameters - experts) * copies + experts * expert_copies) * FP32
+    numbers = (model.parameters - experts) * copies + experts * expert_copies
+    sums, served = numbers * FP32, model.stored_bytes if dtype == "fp32" else model.parameters * BF16
     activations = ACTIVATION_BYTES * model.layers * model.hidden * micro_step_tokens
-    rollout = {"weights": model.stored_bytes, "cache of one request": model.kv_bytes * context_length}
-    trained = {"weights": weights, "gradient sum": weights, "activations (estimate)": activations}
+    rollout = {"weights": served, "cache of one request": model.kv_bytes * context_length}
+    trained = {
+        "weights": sums if dtype == "fp32" else numbers * BF16,
+        "gradient": sums,
+        "gradient sum": sums,
+        "activations (estimate)": activations,
+    }
+    stepped = {"moments": MOMENTS * sums, "masters": 0 if dtype == "fp32" else sums}
     return [
         {
             "role": "rollout",
             "least_gib": gib(sum(rollout.values())),
-            "wanted_gib": gib(model.stored_bytes + model.kv_bytes * context_length * running),
+            "wanted_gib": gib(served + model.kv_bytes * context_length * running),
             "parts_gib": {key: gib(value) for key, value in rollout.items()},
         },
         train_row("train, satellite", trained),
-        train_row("train, core", {**trained, "moments": MOMENTS * weights}),
+        train_row("train, core", {**trained, **stepped}),
     ]
 
 

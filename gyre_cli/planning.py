@@ -134,6 +134,7 @@ def memory_rows(plan: Plan) -> list[dict[str, Any]]:
         micro_step_tokens=trainer.micro_step_tokens,
         copies=trainer.context_parallel,
         expert_copies=trainer.context_parallel // trainer.expert_parallel,
+        dtype=trainer.dtype,
     )
     for row in rows:
         gpus = (engine_gpus(plan.config) if row["role"] == "rollout" else trainer.ranks) if plan.script.gpus else 0

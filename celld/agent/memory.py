@@ -22,6 +22,7 @@ from gyre_base.config import Config
 from gyre_base.vocabulary import Role
 
 FP32 = 4
+WIDTH = {"fp32": FP32, "bf16": 2}  # bytes of a number by trainer.dtype
 GIB = 1 << 30
 PROCESS_BYTES = {"rank": 550 << 20, "tiny": 350 << 20, "sglang": 1800 << 20}  # the libraries, before any tensor
 IN_RAM = {  # whatever the tensors lie in
@@ -127,11 +128,14 @@ def _gib(size: int) -> float:
 
 
 def need(role: Role, config: Config, sizes: Sizes, *, core: bool) -> dict[str, int]:
-    """Bytes by purpose in `role` (rollout or train), of one cell. Weights are in fp32 wherever we hold them."""
-    weights, held = sizes.parameters * FP32, held_parameters(config, sizes) * FP32
+    """Bytes by purpose in `role` (rollout or train), of one cell. Weights are as `trainer.dtype` says, gradients, their
+    sums, moments and masters fp32."""
+    width, numbers = WIDTH[config.trainer.dtype], held_parameters(config, sizes)
+    weights, held = sizes.parameters * width, numbers * FP32
+    masters = 0 if width == FP32 else FP32  # bytes of a weight that a core has once more
     parts = {
         "rank: process": PROCESS_BYTES["rank"] * config.trainer.ranks,
-        "rank: weights": held,
+        "rank: weights": numbers * width,
         "rank: gradient": held,
         "engine: process": PROCESS_BYTES[config.engine.kind],
         "agent: snapshot": 2 * weights,  # the one that the engine loads, and the next one
@@ -139,8 +143,9 @@ def need(role: Role, config: Config, sizes: Sizes, *, core: bool) -> dict[str, i
     if core:
         parts |= {
             "rank: moments": 2 * held,
+            "rank: masters": numbers * masters,
             "rank: published snapshots": 3 * weights,  # the newest, in a slot, and one that is still read
-            "rank: checkpoint copy": 3 * weights,  # what is written while training goes on
+            "rank: checkpoint copy": sizes.parameters * (width + 2 * FP32 + masters),  # written while training goes on
         }
     else:
         parts["rank: pulled snapshot"] = weights
@@ -163,23 +168,30 @@ def held_parameters(config: Config, sizes: Sizes) -> int:
 
 def activations(config: Config, sizes: Sizes) -> int:
     """A bound on what the backward pass of one micro-step keeps, all ranks together; one execution may be longer than a
-    micro-step. Ranks that share the tokens each have the keys and values of all."""
-    tokens = max(config.trainer.micro_step_tokens, config.engine.context_length)
+    micro-step. Ranks that share the tokens each have the keys and values of all. Scores are fp32, and beside bf16
+    weights so are a copy of those that make them and its gradient."""
+    tokens, width = max(config.trainer.micro_step_tokens, config.engine.context_length), WIDTH[config.trainer.dtype]
     layer = LAYER_STATES * sizes.hidden + 3 * sizes.intermediate + 2 * sizes.kv_numbers // sizes.layers
     copies = (config.trainer.context_parallel - 1) * sizes.kv_numbers
-    return FP32 * tokens * (sizes.layers * layer + LOGIT_COPIES * sizes.vocabulary + copies)
+    scores = FP32 * LOGIT_COPIES * sizes.vocabulary * tokens
+    if width != FP32:
+        scores += 2 * FP32 * sizes.vocabulary * sizes.hidden
+    return width * tokens * (sizes.layers * layer + copies) + scores
 
 
 def _served(config: Config, sizes: Sizes) -> int:
-    """The real engine serves the stored type, the embedded one fp32."""
-    return sizes.stored_bytes if config.engine.kind == "sglang" else sizes.parameters * FP32
+    """Weights in what the engine computes in: the embedded one, and any on a CPU, fp32; else that of a bf16 run, or the
+    stored type."""
+    if config.engine.kind != "sglang" or config.engine.device == "cpu":
+        return sizes.parameters * FP32
+    return sizes.stored_bytes if config.trainer.dtype == "fp32" else sizes.parameters * WIDTH["bf16"]
 
 
 def _kv(config: Config, sizes: Sizes) -> int:
     """Of as many tokens as may run at once, and the embedded engine's cached prefixes beside them."""
     engine = config.engine
     kept = 3 if engine.kind == "tiny" else 1
-    width = FP32 if engine.kind == "tiny" else sizes.stored_bytes // sizes.parameters
+    width = _served(config, sizes) // sizes.parameters
     return kept * engine.max_running_requests * engine.context_length * sizes.kv_numbers * width
 
 

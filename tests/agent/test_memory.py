@@ -95,6 +95,32 @@ def test_ranks_that_share_the_tokens_have_copies_and_experts_are_fewer_where_the
     assert four["rank: activations"] - alone["rank: activations"] == 3 * 4 * tokens * sizes.kv_numbers
 
 
+def test_with_bf16_weights_and_snapshots_are_halved_and_what_is_summed_and_stepped_is_not(model: Path):
+    sizes = memory.Sizes.read(model)
+    wide, narrow = (memory.need(Role.TRAIN, changed(trainer={"dtype": d}), sizes, core=True) for d in ("fp32", "bf16"))
+    for name in ("rank: weights", "rank: published snapshots", "agent: snapshot"):
+        assert 2 * narrow[name] == wide[name]
+    for name in ("rank: gradient", "rank: gradient sum", "rank: moments"):
+        assert narrow[name] == wide[name]
+    assert (wide["rank: masters"], narrow["rank: masters"]) == (0, 4 * sizes.parameters)
+    assert narrow["rank: checkpoint copy"] == (2 + 4 + 8) * sizes.parameters  # as its files are long
+    assert narrow["rank: activations"] < wide["rank: activations"]
+    assert "rank: masters" not in memory.need(Role.TRAIN, changed(trainer={"dtype": "bf16"}), sizes, core=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "dtype", "width"),
+    [("tiny", "cuda", "bf16", 4), ("sglang", "cpu", "bf16", 4), ("sglang", "cuda", "bf16", 2)],
+)
+def test_an_engine_holds_weights_in_what_it_computes_in(model: Path, kind: str, device: str, dtype: str, width: int):
+    sizes = memory.Sizes.read(model)
+    config = changed(engine={"kind": kind, "device": device}, trainer={"dtype": dtype})
+    assert memory.need(Role.ROLLOUT, config, sizes, core=False)["engine: weights"] == width * sizes.parameters
+    halved = dataclasses.replace(sizes, stored_bytes=2 * sizes.parameters)  # a bf16 directory, trained in fp32
+    config = changed(engine={"kind": "sglang", "device": "cuda"})
+    assert memory.need(Role.ROLLOUT, config, halved, core=False)["engine: weights"] == 2 * sizes.parameters
+
+
 def test_the_bound_on_activations_grows_with_tokens_and_holds_for_one_long_execution(model: Path):
     sizes = memory.Sizes.read(model)
     small, large = (memory.activations(changed(trainer={"micro_step_tokens": n}), sizes) for n in (1000, 2000))
