@@ -67,7 +67,6 @@ _NESTED: dict[str, Any] = {"agent": Agent, "attempt": Attempt, "sampling": Sampl
 _LINK = ("base", "keep", "h", "policy", "prompt", "completion")  # keys of a call line that are not fields of Call
 _BULK = ("prompt_ids", "completion_ids", "logprobs", "arrays")
 _PLAIN = frozenset(n for n in _FIELDS[Call] if n not in _NESTED and n not in _BULK and n != "spans")
-_TOKEN_ONLY = ("spans", "sampling", "context")
 _DTYPE = re.compile(r"[<|][iufb][1248]")
 _KNOWN = frozenset(("k", *_FIELDS[Call], *_LINK))
 _NESTED_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _NESTED.values()}
@@ -173,16 +172,20 @@ class CallWriter:
         logprobs = _clean(call.logprobs)
         hashed = (tail, completion) if call.level == "token" else self._text(call, tail, completion)
         digest = chain_hash(before.hash if before else b"", keep, *hashed, logprobs)
-        link = {"base": base, "keep": keep, "h": digest.hex()} if before else {"h": digest.hex()}
-        bulk: dict[str, Any] = {"prompt_ids": tail, "completion_ids": completion, "logprobs": logprobs}
+        line = _call_head(call)
+        if before:
+            line["base"], line["keep"] = base, keep
+        line["h"] = digest.hex()
         if call.level == "text" and self._blocks is not None:
-            bulk = {"prompt": self._blocks.many(tail), "completion": self._blocks.many(completion)}
-        elif call.arrays:
-            bulk["arrays"] = call.arrays
+            line["prompt"], line["completion"] = self._blocks.many(tail), self._blocks.many(completion)
+        else:
+            line["prompt_ids"], line["completion_ids"], line["logprobs"] = tail, completion, logprobs
+            if call.arrays:
+                line["arrays"] = call.arrays
         deltas, size = (before.deltas + 1, before.size) if before else (0, 0)
         total = len(call.prompt_ids) + len(completion)
         self._written.setdefault(call.exec, {})[call.call] = _Written(digest, total, deltas, size)
-        return {**_call_head(call), **link, **bulk}
+        return line
 
     def _text(self, call: Call, tail: Ids, completion: Ids) -> tuple[Ids, Ids]:
         """What the chain hash of a text-level line runs over."""
@@ -204,19 +207,40 @@ class CallWriter:
 
 
 def _call_head(call: Call) -> dict[str, Any]:
-    """Everything of a call line before the link and the arrays, unknown keys of nested objects included."""
-    line: dict[str, Any] = {"k": "call"}
-    for name in _FIELDS[Call]:
-        value = getattr(call, name)
-        if call.level == "text" and name in _TOKEN_ONLY:
-            continue  # nobody recorded these, and defaults must not look like facts
-        if name == "spans":
-            line["policy"] = [[s.policy, s.start, s.end] for s in value]
-        elif name in _NESTED:
-            line[name] = {**_said(value), **call.extra.get(name, {})}
-        elif name not in _BULK and value is not None and (name, value) != ("level", "token"):
+    """Everything of a call before the link and the arrays, unknown keys of nested objects included.
+
+    Spelled out field by field: it is most of what a short record costs.
+    """
+    line: dict[str, Any] = {
+        "k": "call",
+        "exec": call.exec,
+        "call": call.call,
+        "seq": call.seq,
+        "t0": call.t0,
+        "t1": call.t1,
+        "agent": _said(call.agent),
+        "purpose": call.purpose,
+        "label": call.label,
+    }
+    if call.parent is not None:
+        line["parent"] = call.parent
+    line["attempt"] = _said(call.attempt)
+    if call.delivered is not None:
+        line["delivered"] = call.delivered
+    if call.finish is not None:
+        line["finish"] = call.finish
+    if call.level == "text":
+        line["level"] = "text"  # nobody recorded the others, and defaults must not look like facts
+    else:
+        line["policy"] = [[s.policy, s.start, s.end] for s in call.spans]
+        line["sampling"] = _said(call.sampling)
+        if call.context is not None:
+            line["context"] = call.context
+    for name, value in call.extra.items():
+        if name not in _NESTED:
             line[name] = value
-    line.update((k, v) for k, v in call.extra.items() if k not in _NESTED)
+        elif name in line:
+            line[name].update(value)
     return line
 
 

@@ -10,7 +10,7 @@ import io
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -41,11 +41,13 @@ class Frame:
     sound: bool
 
 
-def pack_frame(kind: int, size: int, *parts: memoryview) -> bytes:
-    """One frame with its header, the parts one after the other. Raises struct.error for 4 GiB and more."""
+def pack_frame(kind: int, size: int, *parts: Any) -> bytes:
+    """One frame with its header: `parts`, bytes and contiguous arrays, one after the other. Raises struct.error for
+    4 GiB and more.
+    """
     length, check = 0, xxhash.xxh3_64()
     for part in parts:
-        length += part.nbytes
+        length += len(part) if type(part) is bytes else part.nbytes
         check.update(part)
     head = _HEADER.pack(SYNC, length, size, check.intdigest() & _CHECK, kind)
     return b"".join((head, _seal(head), *parts))

@@ -7,6 +7,7 @@ place of lists. Resolves no delta: `RunReader` does.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +15,6 @@ from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
-from numpy.typing import NDArray
 
 from gyre_base.runcodec import BadRecord, encode
 from gyre_base.runframes import BLOCK, INDEX, MAGIC, RECORD, Frame, pack_frame
@@ -22,6 +22,8 @@ from gyre_base.runrecords import NO_IDS, Record
 
 BLOCK_TOKENS = 1 << 18
 _IDS = ("prompt_ids", "completion_ids")
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+_FEW_TOKENS = 1 << 14
 _LEVEL = 12
 
 
@@ -38,21 +40,27 @@ def record_frame(obj: Mapping[str, Any]) -> bytes:
 
     sizes = [prompt tail, completion, logprobs or -1]; what is empty at the end of the list is left out.
     """
-    head, arrays = dict(obj), list[NDArray[Any]]()
+    head = dict(obj)
+    arrays: list[Any] = []
     sizes, about = _split(head, arrays)
-    said = msgpack.packb([head, sizes, about] if about else [head, sizes] if sizes else [head], default=_plain)
-    return pack_frame(RECORD, len(said), memoryview(said), *(array.data for array in arrays))
+    said = _own.packer.pack([head, sizes, about] if about else [head, sizes] if sizes else [head])
+    if sum(sizes) < _FEW_TOKENS and not about:  # a copy costs less than looking at each of them
+        return pack_frame(RECORD, len(said), b"".join((said, *arrays)))
+    return pack_frame(RECORD, len(said), said, *arrays)
 
 
-def _split(head: dict[str, Any], arrays: list[NDArray[Any]]) -> tuple[list[int], list[Any]]:
+def _split(head: dict[str, Any], arrays: list[Any]) -> tuple[list[int], list[Any]]:
     """Take the arrays out of an object: (sizes, [name, dtype, shape] of the named ones)."""
     if head.get("k") != "call" or "completion_ids" not in head:
         return [], []
     logprobs, named = head.pop("logprobs", None), head.pop("arrays", {})
-    arrays += (np.ascontiguousarray(head.pop(key, NO_IDS), "<i4") for key in _IDS)
-    sizes = [*map(len, arrays), -1 if logprobs is None else len(logprobs)]
+    prompt = np.ascontiguousarray(head.pop("prompt_ids", NO_IDS), _INT)
+    completion = np.ascontiguousarray(head.pop("completion_ids"), _INT)
+    arrays += (prompt, completion)
+    sizes = [len(prompt), len(completion), -1]
     if logprobs is not None:
-        arrays.append(np.ascontiguousarray(logprobs, "<f4"))
+        arrays.append(np.ascontiguousarray(logprobs, _FLOAT))
+        sizes[2] = len(logprobs)
     about = []
     for name, array in named.items():
         arrays.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
@@ -67,6 +75,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} can't stand in a record")
+
+
+class _Own(threading.local):
+    """A packer of each thread: making one costs more than packing a short record."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(default=_plain)
+
+
+_own = _Own()
 
 
 def head_of(frame: Frame) -> dict[str, Any]:
@@ -170,7 +188,7 @@ class BlockWriter:
         import zstandard
 
         stored = zstandard.ZstdCompressor(level=_LEVEL).compress(payload)
-        self.size += self.file.write(pack_frame(kind, len(payload), memoryview(stored)))
+        self.size += self.file.write(pack_frame(kind, len(payload), stored))
 
 
 def _unpacked(frame: Frame) -> Iterator[dict[str, Any]]:
