@@ -157,7 +157,7 @@ class TrainerConfig:
     tensor_parallel: int = 1  # ranks of every cell that share each layer: divides heads, key/value heads, vocabulary
     pipeline_parallel: int = 1  # stages of every cell, each with its share of the layers: divides their number
     context_parallel: int = 1  # ranks of every cell that share each micro-step's tokens: divides its memory and time
-    expert_parallel: int = 1  # of those the ranks that share the experts too: only 1 in this build (ADR 17)
+    expert_parallel: int = 1  # of those the ranks that share the experts too: divides context_parallel and the experts
 
     @property
     def ranks(self) -> int:

@@ -1,9 +1,8 @@
 """What differs between a GPU and a CPU-only machine, in one module; with CUDA present every shim here is off.
 
 Owns the choice of device, backend and megatron flags, and the places where megatron-core asks for CUDA by name: the
-random-state tracker, the rotary frequencies, and the stream of the dispatcher to experts. Never patches torch. Two more
-places, megatron's own attention and the router's matrix product, are no shims: `celld.trainer.layers` replaces them on
-every device, the one because a forest needs it, the other because it fails without Transformer Engine.
+random-state tracker and the rotary frequencies. Never patches torch. Three more places, megatron's own attention, the
+router's matrix product and the way to the experts, are no shims: `celld.trainer.layers` replaces them on every device.
 """
 
 from __future__ import annotations
@@ -37,11 +36,19 @@ def use(device: torch.device) -> None:
 
 
 def start_parallel(
-    *, tp: int = 1, pp: int = 1, cp: int = 1, rank: int = 0, store: Store | None = None, timeout_s: float = TIMEOUT_S
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    rank: int = 0,
+    store: Store | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Join the process groups of one cell: its ranks, the product of all, meet at `store` (one alone needs none).
+    """Join the process groups of one cell: `tp * pp * cp` ranks meet at `store` (one alone needs none).
 
-    Once per process. No collective waits longer than about `timeout_s`. On GPUs a rank takes the one of its number.
+    Of the `cp` that share the tokens `ep` share the experts too. Once per process. No collective waits longer than
+    about `timeout_s`. On GPUs a rank takes the one of its number.
     """
     if not on_cpu():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -55,6 +62,7 @@ def start_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
+            expert_model_parallel_size=ep,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         )
         # The tracker reads the CUDA random state even to do nothing; as a no-op it is honest because dropout is 0.
@@ -72,11 +80,6 @@ def config_flags() -> dict[str, Any]:
         "persist_layer_norm",
     )
     return {"use_cpu_initialization": on_cpu(), **dict.fromkeys(fused, False)}
-
-
-def dispatcher() -> str:
-    """How tokens get to their experts. `alltoall` makes a CUDA stream; with one rank both move nothing."""
-    return "allgather" if on_cpu() else "alltoall"
 
 
 class DepthRotary(RotaryEmbedding):  # type: ignore[misc]  # megatron is untyped

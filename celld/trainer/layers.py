@@ -28,7 +28,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -64,10 +66,42 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]  # megatron is untype
         return mixed_THE.flatten(1)[:, None]
 
 
+class Dispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]  # megatron is untyped
+    """Ranks that share the experts: each computes its own for the tokens of all, and everybody's results are summed.
+
+    megatron's way with our collectives, because its own take their memory from CUDA; its other dispatcher, all to all,
+    needs a CUDA stream. That one moves a token once for each of its experts: with 8, as in Qwen3, and up to 8 ranks not
+    less than this.
+    """
+
+    routing_map: Tensor
+    local_probs: Tensor
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """[P, D], [P, experts] -> those of all ranks."""
+        if self.ep_size == 1:
+            return hidden_states, probs
+        self.routing_map = context.gathered(self.routing_map, self.ep_group)
+        return context.gathered(hidden_states, self.ep_group), context.gathered(probs, self.ep_group)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Parts of what becomes of all ranks' tokens -> what becomes of this rank's [P, D]."""
+        if self.ep_size == 1:
+            return hidden_states
+        whole = context.scattered(hidden_states.to(self.local_probs.dtype), self.ep_group)
+        return whole.to(hidden_states.dtype)
+
+
 class Layer(TransformerLayer):  # type: ignore[misc]  # megatron is untyped
     """A layer whose two halves are computed again for the backward pass when the pass is in pieces."""
 
     now: Pass
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.is_moe_layer:
+            own, groups = self.mlp.local_expert_indices, get_default_pg_collection()
+            self.mlp.token_dispatcher = Dispatcher(len(own), own, config=self.config, pg_collection=groups)
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
         if not self.now.piece_tokens:

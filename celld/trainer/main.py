@@ -176,6 +176,7 @@ def _join(config: Config, number: int, store: Store | None) -> None:
         tp=trainer.tensor_parallel,
         pp=trainer.pipeline_parallel,
         cp=trainer.context_parallel,
+        ep=trainer.expert_parallel,
         rank=number,
         store=store,
         timeout_s=config.cluster.stall_s,

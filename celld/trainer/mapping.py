@@ -109,6 +109,19 @@ def _split_name(name: str) -> tuple[str, str]:
     return f"model.layers.{number}.", rest
 
 
+def is_expert(name: str) -> bool:
+    """Whether megatron's weight `name` is one expert's."""
+    return _EXPERTS in name
+
+
+def of_rank(name: str, first: int) -> str:
+    """The name that an expert's weight would have if one rank had all: megatron counts a rank's experts, from `first`
+    on, from 0."""
+    before, experts, rest = name.partition(_EXPERTS)
+    number, dot, rest = rest.partition(".")
+    return f"{before}{experts}{int(number) + first}{dot}{rest}" if experts else name
+
+
 def _mlp(prefix: str, rest: str) -> tuple[str, int | None]:
     """(prefix of the MLP in Hugging Face names, its number if it is an expert)."""
     if not rest.startswith(_EXPERTS):

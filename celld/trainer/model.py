@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from celld.trainer import context, cpu, dtypes, layers, pipeline, replay, tree
 from celld.trainer.embedding import Embedding
-from celld.trainer.mapping import SPLIT, ModelError, Shape, from_hf, shard, to_hf, unshard
+from celld.trainer.mapping import SPLIT, ModelError, Shape, from_hf, is_expert, of_rank, shard, to_hf, unshard
 from celld.weights import Array
 
 _LAYERS, _EMBEDDING, _OUTPUT = "decoder.layers.", "embedding.word_embeddings.weight", "output_layer.weight"
@@ -48,11 +48,13 @@ class Policy:
         self.tp, self.tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
         self.stages, self.stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
         self.cp, self.cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+        self.ep, self.ep_rank = mpu.get_expert_model_parallel_world_size(), mpu.get_expert_model_parallel_rank()
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
         self._copies_embedding = self.shape.tie_word_embeddings and self.is_last and not self.is_first
-        self.module = _build(self.shape, self.tp, self.stages, self.stage, dtype).to(cpu.device(), dtype)
+        self.module = _build(self.shape, self.tp, self.ep, self.stages, self.stage, dtype).to(cpu.device(), dtype)
         self._now = layers.share(self.module)
-        self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
+        named = sorted(self.module.named_parameters(), key=lambda item: is_expert(item[0]))  # those of experts last
+        self.parameters: dict[str, nn.Parameter] = dict(named)
         self.gradient = torch.zeros(sum(p.numel() for p in self.parameters.values()), device=cpu.device())
         self._view_gradients()
 
@@ -117,14 +119,18 @@ class Policy:
         return scores_N1V[:, 0]
 
     def finish_gradient(self) -> None:
-        """Sum what ranks hold in part: those that share the tokens hold the part of their own tokens, and the norms of
-        queries and keys see only a tensor-parallel rank's own heads.
+        """Sum what ranks hold in part: those that share the tokens hold the part of their own (of experts the part of
+        all with whom they share the experts), and the norms of queries and keys see only a tensor-parallel rank's own
+        heads.
 
         Without this nothing fails and losses look right, but the ranks' copies of those weights drift apart. The last
         stage's copy of a tied embedding gets the first one's gradient, and the other way round.
         """
         if self.cp > 1:
-            dist.all_reduce(self.gradient, group=mpu.get_context_parallel_group())
+            common = sum(p.numel() for name, p in self.parameters.items() if not is_expert(name))
+            dist.all_reduce(self.gradient[:common], group=mpu.get_context_parallel_group())
+            if common < len(self.gradient) and self.ep < self.cp:
+                dist.all_reduce(self.gradient[common:], group=mpu.get_expert_data_parallel_group())
         if self.tp > 1:
             for name, parameter in self.parameters.items():
                 if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
@@ -135,13 +141,16 @@ class Policy:
 
     def gradient_norm(self) -> float:
         """Of the whole gradient: parts of other ranks count, copies count once."""
-        if self.tp == 1 and self.stages == 1:
+        if self.tp == 1 and self.stages == 1 and self.ep == 1:
             return float(self.gradient.norm())
-        own = {name: p.grad for name, p in self.parameters.items() if not self._is_copy(name) and p.grad is not None}
-        split = torch.zeros((), device=self.gradient.device)
-        split += sum(gradient.square().sum() for name, gradient in own.items() if name.endswith(SPLIT))
+        common, split, experts = torch.zeros(3, device=self.gradient.device)
+        for name, parameter in self.parameters.items():
+            if not self._is_copy(name) and parameter.grad is not None:
+                part = experts if is_expert(name) else split if name.endswith(SPLIT) else common
+                part += parameter.grad.square().sum()
         dist.all_reduce(split, group=mpu.get_tensor_model_parallel_group())
-        squares = split + sum(gradient.square().sum() for name, gradient in own.items() if not name.endswith(SPLIT))
+        dist.all_reduce(experts, group=mpu.get_expert_model_parallel_group())
+        squares = common + split + experts
         dist.all_reduce(squares, group=mpu.get_pipeline_model_parallel_group())
         return float(squares.sqrt())
 
@@ -166,7 +175,10 @@ class Policy:
         """
         tensors: dict[str, Tensor] = {}
         for name, part in (self.parameters if values is None else values).items():
-            if not self._is_copy(name):
+            if self.ep > 1 and is_expert(name):
+                for rank, expert in enumerate(_gathered(part, mpu.get_expert_model_parallel_group())):
+                    tensors.update(to_hf(self._global(name, rank), expert, self.shape))
+            elif not self._is_copy(name):
                 tensors.update(to_hf(self._global(name), self._whole(name, part.detach()), self.shape))
         return dict(sorted(pipeline.joined(tensors).items()))
 
@@ -192,18 +204,19 @@ class Policy:
     def _whole(self, name: str, part: Tensor) -> Tensor:
         parts = [part]
         if self.tp > 1 and name.endswith(SPLIT):
-            parts = [torch.empty_like(part) for _ in range(self.tp)]
-            dist.all_gather(parts, part.contiguous(), group=mpu.get_tensor_model_parallel_group())
+            parts = _gathered(part, mpu.get_tensor_model_parallel_group())
         return unshard(name, parts)
 
     def _is_copy(self, name: str) -> bool:
         """Whether another stage has this parameter too, and counts and saves it."""
         return self._copies_embedding and name == _OUTPUT
 
-    def _global(self, name: str) -> str:
-        """The name that this parameter would have if there were one stage: megatron counts a stage's layers from 0."""
+    def _global(self, name: str, ep_rank: int | None = None) -> str:
+        """The name that this parameter (of the rank `ep_rank` of those that share the experts) would have if there were
+        one rank: megatron counts a stage's layers and a rank's experts from 0."""
         if self._is_copy(name):
             return _EMBEDDING
+        name = of_rank(name, (self.ep_rank if ep_rank is None else ep_rank) * self.shape.num_experts // self.ep)
         if self.stage and name.startswith(_LAYERS):
             number, rest = name.removeprefix(_LAYERS).split(".", 1)
             return f"{_LAYERS}{int(number) + self.stage * self.shape.num_hidden_layers // self.stages}.{rest}"
@@ -216,6 +229,13 @@ class Policy:
             parameter.grad_dtype = torch.float32
             parameter.grad = self.gradient[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The part of every rank of a group."""
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.detach().contiguous(), group=group)
+    return parts
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -234,7 +254,7 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _build(shape: Shape, tp: int, stages: int, stage: int, dtype: torch.dtype) -> GPTModel:
+def _build(shape: Shape, tp: int, ep: int, stages: int, stage: int, dtype: torch.dtype) -> GPTModel:
     config = TransformerConfig(
         num_layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
@@ -256,7 +276,7 @@ def _build(shape: Shape, tp: int, stages: int, stage: int, dtype: torch.dtype) -
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        **_experts(shape, tp),
+        **_experts(shape, tp, ep),
         **cpu.config_flags(),
     )
     module = GPTModel(
@@ -280,7 +300,7 @@ def _build(shape: Shape, tp: int, stages: int, stage: int, dtype: torch.dtype) -
     return module
 
 
-def _experts(shape: Shape, tp: int) -> dict[str, Any]:
+def _experts(shape: Shape, tp: int, ep: int) -> dict[str, Any]:
     """TransformerConfig entries of a mixture of experts; transformers' numbers, so no auxiliary loss is added."""
     if not any(shape.sparse_layers):
         return {}
@@ -288,6 +308,7 @@ def _experts(shape: Shape, tp: int) -> dict[str, Any]:
         raise ModelError("a mixture of experts is trained with tensor-parallel size 1")
     return {
         "num_moe_experts": shape.num_experts,
+        "expert_model_parallel_size": ep,
         "moe_router_topk": shape.num_experts_per_tok,
         "moe_ffn_hidden_size": shape.moe_intermediate_size,
         "moe_layer_freq": shape.sparse_layers,
@@ -295,7 +316,7 @@ def _experts(shape: Shape, tp: int) -> dict[str, Any]:
         "moe_router_pre_softmax": not shape.norm_topk_prob,  # without: softmax over the chosen, which is to normalise
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": cpu.dispatcher(),
+        "moe_token_dispatcher_type": "allgather",  # `layers.Dispatcher`
     }
 
 

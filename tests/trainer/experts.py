@@ -15,7 +15,7 @@ from celld.tiny.model import MLP, TinyConfig, TinyQwen3
 from tests.trainer.conftest import SMALL, unlike_norms
 
 SHAPE = dataclasses.replace(SMALL, num_hidden_layers=3)
-WIDTH, COUNT, CHOSEN = 24, 5, 2
+WIDTH, COUNT, CHOSEN = 24, 6, 2
 
 
 class Experts(nn.Module):

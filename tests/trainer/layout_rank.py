@@ -57,6 +57,10 @@ def order_of(step: MicroStep, number: int) -> m.ComputeMicroStep:
     )
 
 
+def same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return sorted(mine) == sorted(theirs) and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 def gradient_of(policy: Policy) -> dict[str, torch.Tensor]:
     """Whole, under the hub's names."""
     whole = policy.hf_tensors({name: parameter.grad for name, parameter in policy.parameters.items()})
@@ -99,6 +103,8 @@ if __name__ == "__main__":
     meeting = dist.FileStore(store, int(size))
     cpu.start_parallel(**json.loads(layout), rank=int(rank), store=meeting)
     policy = Policy(read_config(model))
-    policy.load(read_tensors(model))
+    tensors = read_tensors(model)
+    policy.load(tensors)
+    assert same_bits(policy.hf_tensors(), tensors), "what was loaded is not what is saved"
     torch.save(asyncio.run(train(policy)), output)
     dist.destroy_process_group()

@@ -26,9 +26,17 @@ def test_one_that_does_not_is_refused_with_the_sizes_that_do(size, entry):
         check_layout(TrainerConfig(tensor_parallel=size), SMALL.to_hf())
 
 
-def test_what_is_not_built_is_refused_with_what_happens_instead():
-    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 is not built: .*0017"):
-        check_layout(TrainerConfig(expert_parallel=2), SMALL.to_hf())
+def test_experts_are_shared_by_ranks_that_share_the_tokens():
+    model = SMALL.to_hf() | {"model_type": "qwen3_moe", "num_experts": 12}
+    for tokens, experts in ((2, 2), (4, 2), (6, 6)):
+        check_layout(TrainerConfig(context_parallel=tokens, expert_parallel=experts), model)
+    words = r"expert_parallel = 2 must divide trainer.context_parallel \(1\).* it can be 1$"
+    with pytest.raises(ConfigError, match=words):
+        check_layout(TrainerConfig(expert_parallel=2), model)
+    with pytest.raises(ConfigError, match=r"the model's experts \(12\); it can be 1, 2, 4$"):
+        check_layout(TrainerConfig(expert_parallel=8, context_parallel=8), model)
+    with pytest.raises(ConfigError, match="this model is dense"):
+        check_layout(TrainerConfig(expert_parallel=2, context_parallel=2), SMALL.to_hf())
 
 
 def test_any_number_of_ranks_can_share_the_tokens():

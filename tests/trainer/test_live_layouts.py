@@ -11,29 +11,36 @@ import numpy as np
 import pytest
 import torch
 
-from celld.tiny import model as tiny
 from celld.trainer import checkpoint, tree
 from celld.trainer import loss as losses
+from celld.trainer.model import Policy
 from celld.trainer.optimizer import AdamW, learning_rate
 from gyre_base import config as configuration
 from gyre_base import messages as m
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
+from tests.trainer import experts
 from tests.trainer.fake_trajd import FakeTrajd, served
 from tests.trainer.forests import random_micro_step
+from tests.trainer.test_many_ranks import a_model
 from tests.trainer.world import STEP_S, World
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 20.0  # a busy machine keeps a process waiting for seconds
-LAYOUTS = {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}}
+LAYOUTS = {
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2},
+    "cp2ep2": {"context_parallel": 2, "expert_parallel": 2},  # of a mixture of experts
+}
 
 
 @contextlib.asynccontextmanager
-async def a_world(folder, reference, batches: int, layout):
+async def a_world(folder, reference, batches: int, layout, kind="tied"):
     """Two cells of `layout`; a checkpoint after every step."""
     run = RunDir.create(folder / "run")
     keys = make_keys(run)
-    tiny.save(reference, folder / "model")
+    a_model(folder / "model", reference, kind)
     tree_ = {
         "cluster": {"cells": 2, "peer_timeout_s": PATIENCE_S},
         "model": {"path": str(folder / "model")},
@@ -90,7 +97,11 @@ def relative(mine: dict[str, np.ndarray], theirs: dict[str, torch.Tensor]) -> fl
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_a_cell_of_several_ranks_trains_what_one_rank_trains(tmp_path, policy, reference, layout):
-    async with a_world(tmp_path, reference, 4, LAYOUTS[layout]) as world:
+    kind = "experts" if "expert_parallel" in LAYOUTS[layout] else "tied"
+    if kind == "experts":
+        policy, reference = Policy(experts.config_of()), experts.twin()
+        policy.load(dict(reference.state_dict()))
+    async with a_world(tmp_path, reference, 4, LAYOUTS[layout], kind) as world:
         fake = world.fake
         fake.quota, fake.hold_from = {"c0": 2, "c1": 2}, 3
         world.start("c0")
@@ -112,12 +123,13 @@ async def test_a_cell_of_several_ranks_trains_what_one_rank_trains(tmp_path, pol
             assert relative(kept.weights, weights[number]) <= 1e-4
         assert all(applied.weights_sum == pytest.approx(1.0, abs=1e-9) for applied in fake.heard(m.BatchApplied))
 
-        # Every rank gives its own part and no other's.
+        # Every rank gives its own part and no other's; ranks that share the tokens, not the experts, have the same.
         await world.until(lambda: len(fake.computed) == 4)
         parts = [
             await world.ask(name, m.PullGradient(batch=3, life=1, rank=r)) for r, name in enumerate(("c1", "c1.1"))
         ]
-        assert parts[0].ids == parts[1].ids and len(parts[0].ids) == 2 and parts[0].digest != parts[1].digest
+        assert parts[0].ids == parts[1].ids and len(parts[0].ids) == 2
+        assert (parts[0].digest == parts[1].digest) is (layout == "cp2")
         assert isinstance(await world.ask("c1.1", m.PullGradient(batch=3, life=1, rank=0)), m.Refused)
         assert isinstance(await world.ask("c1.1", m.PullGradient(batch=3, life=2, rank=1)), m.Refused)
 
@@ -127,7 +139,7 @@ async def test_a_cell_of_several_ranks_trains_what_one_rank_trains(tmp_path, pol
         assert [world.processes[name].returncode for name in ("c0.1", "c1.1")] == [0, 0]
         config = configuration.from_json(world.run.path("run.json").read_text())
         single = dataclasses.replace(
-            config, trainer=dataclasses.replace(config.trainer, tensor_parallel=1, pipeline_parallel=1)
+            config, trainer=dataclasses.replace(config.trainer, **dict.fromkeys(LAYOUTS[layout], 1))
         )
         world.run.write_atomic("run.json", configuration.to_json(single))
         world.ranks, world.processes = 1, {}

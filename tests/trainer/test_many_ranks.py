@@ -1,4 +1,4 @@
-"""Real processes with some of the layers each, and some of each layer, train like one."""
+"""Real processes that share layers, what is in a layer, the tokens or the experts train like one."""
 
 from __future__ import annotations
 
@@ -49,13 +49,15 @@ def a_model(folder: Path, reference, kind: str) -> Path:
         ("tied", {"tp": 2, "cp": 2}),
         ("tied", {"pp": 2, "cp": 2}),
         ("experts", {"cp": 2}),
+        ("experts", {"cp": 4, "ep": 2}),
+        ("experts", {"pp": 3, "cp": 2, "ep": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(f"{name}{size}" for name, size in value.items()),
 )
 def test_a_cell_of_many_ranks_trains_like_one(tmp_path, policy, reference, kind, layout):
     from celld.trainer.model import Policy, read_config, read_tensors
 
-    model, size = a_model(tmp_path / "model", reference, kind), math.prod(layout.values())
+    model, size = a_model(tmp_path / "model", reference, kind), math.prod(layout.values()) // layout.get("ep", 1)
     command = [sys.executable, "-m", "tests.trainer.layout_rank", str(model), str(tmp_path / "store")]
     outputs = [tmp_path / f"rank{number}" for number in range(size)]
     processes = [
