@@ -108,7 +108,7 @@ class History:
         if line.base is not None:
             base = self._bodies.get(line.base)
             if base is None:
-                raise BadRecord(f"its base {line.base} is missing (an orphan until the next full line)")
+                raise BadRecord(f"its base {line.base} is missing (an orphan until the next full call)")
             if line.keep > base.tokens:
                 raise BadRecord(f"keep {line.keep} is longer than its base {line.base} ({base.tokens})")
             head, parent = self._sequence(line.base, line.keep), base.hash

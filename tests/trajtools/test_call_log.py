@@ -85,8 +85,8 @@ def test_a_call_that_leans_on_a_damaged_one_is_left_out_and_told(calls):
     told = orjson.loads(run("dedup", calls, "--json").stdout)
     assert [reason for *_, reason in told["damage"]["bad"]] == [
         "its checksum does not fit",
-        "its base c0 is missing (an orphan until the next full line)",
-        "its base c3 is missing (an orphan until the next full line)",
+        "its base c0 is missing (an orphan until the next full call)",
+        "its base c3 is missing (an orphan until the next full call)",
     ]
 
 
