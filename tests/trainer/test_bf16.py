@@ -92,12 +92,13 @@ def test_the_same_micro_step_gives_the_same_bits(pair):
 
 
 def test_pieces_train_what_the_whole_trains(pair, monkeypatch):
-    """A piece rounds its part of a weight's gradient once more; the parts are added in fp32, however many."""
-    (loss, _, gradient), narrow = trained(pair[1], 4), pair[1]
+    """A piece rounds its part of a weight's gradient once more; the parts are added in fp32, however many. (Of a seed
+    where no token's experts are nearly as good as others: it may go to those when it is in a piece.)"""
+    (loss, _, gradient), narrow = trained(pair[1], 5), pair[1]
     monkeypatch.setattr(narrow, "piece_tokens", 3)
-    piece_loss, _, pieced = trained(narrow, 4)
+    piece_loss, _, pieced = trained(narrow, 5)
     assert piece_loss == pytest.approx(loss, rel=U)
-    assert far(pieced, gradient) < 2 * U
+    assert far(pieced, gradient) < U
 
 
 def test_the_gradient_of_a_token_that_occurs_often_does_not_stop_growing(policy):
