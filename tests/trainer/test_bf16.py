@@ -34,6 +34,7 @@ from tests.trainer.conftest import SMALL
 from tests.trainer.forests import random_micro_step
 from tests.trainer.test_tree_and_loss import packed_loss
 
+pytestmark = pytest.mark.usefixtures("policy")  # its process group
 BF16 = torch.bfloat16
 U = 2.0**-9
 
@@ -50,7 +51,7 @@ def a_policy(state: dict[str, torch.Tensor], dtype: torch.dtype = BF16, config=N
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def pair(request, policy, reference) -> tuple[Policy, Policy]:
-    """(fp32, bf16) of the same weights, which bf16 has; `policy`: the process group is up."""
+    """(fp32, bf16) of the same weights, which bf16 has; after `policy`: the process group is up."""
     if request.param == "dense":
         config, state = SMALL.to_hf(), rounded(dict(reference.state_dict()))
     else:
@@ -177,7 +178,7 @@ def equal(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
     return bool(mine) and mine.keys() == theirs.keys() and all(same)
 
 
-async def test_a_resumed_core_continues_bit_for_bit(tmp_path, policy, reference):
+async def test_a_resumed_core_continues_bit_for_bit(tmp_path, reference):
     tensors, fresh = (core(dict(reference.state_dict()), BF16) for _ in range(2))
     train(tensors, 1, 3)
     kept = await saved(tensors, tmp_path)
@@ -192,9 +193,7 @@ async def test_a_resumed_core_continues_bit_for_bit(tmp_path, policy, reference)
 
 
 @pytest.mark.parametrize(("before", "after"), [(torch.float32, BF16), (BF16, torch.float32)])
-async def test_a_checkpoint_of_one_dtype_goes_on_in_the_other_from_the_fp32_weights(
-    tmp_path, policy, reference, before, after
-):
+async def test_a_checkpoint_of_one_dtype_goes_on_in_the_other_from_the_fp32_weights(tmp_path, reference, before, after):
     old, new = core(dict(reference.state_dict()), before), core(rounded(dict(reference.state_dict())), after)
     train(old, 1, 3)
     kept = await saved(old, tmp_path)
@@ -208,7 +207,7 @@ async def test_a_checkpoint_of_one_dtype_goes_on_in_the_other_from_the_fp32_weig
         each.close()
 
 
-async def test_a_checkpoints_weights_are_a_bf16_model_that_others_load(tmp_path, policy, reference):
+async def test_a_checkpoints_weights_are_a_bf16_model_that_others_load(tmp_path, reference):
     tensors = core(dict(reference.state_dict()), BF16)
     train(tensors, 1, 2)
     await saved(tensors, tmp_path)
