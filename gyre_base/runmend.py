@@ -20,7 +20,7 @@ def repair_tail(path: Path) -> bytes:
     A last line that is whole but lacks its newline is data and gets one.
     """
     with path.open("rb+") as file:
-        start, add = _torn_frames(file) if is_framed(file) else _torn_line(file)
+        start, add = (_end_of_frames(file), b"") if is_framed(file) else _end_of_lines(file)
         file.seek(start)
         cut = file.read()
         if cut:
@@ -32,15 +32,16 @@ def repair_tail(path: Path) -> bytes:
         return cut
 
 
-def _torn_frames(file: Any) -> tuple[int, bytes]:
-    """Where the torn end begins, and what is missing instead."""
+def _end_of_frames(file: Any) -> int:
+    """Where the last whole frame ends."""
     frames = Frames(file)
     for _ in frames:
         pass
-    return frames.torn[0] if frames.torn is not None else frames.offset, b""
+    return frames.offset
 
 
-def _torn_line(file: Any) -> tuple[int, bytes]:
+def _end_of_lines(file: Any) -> tuple[int, bytes]:
+    """Where the last whole line ends, and what it lacks."""
     size = file.seek(0, 2)
     start = _last_line(file, size)
     file.seek(start)

@@ -76,6 +76,41 @@ async def test_a_full_disk_holds_answers_and_leaves_no_half_record(
     log.close()
 
 
+async def test_a_reader_that_follows_the_log_meets_every_record_once_and_no_damage(tmp_path: Path) -> None:
+    log = calllog.CallLog(tmp_path / "proxyd-1.gtr", HEADER, durable=False)
+    reader, got = RunReader(log.path), list[str]()
+    rng = random.Random(0)
+
+    def follow() -> None:
+        got.extend(located.record.text for located in reader.records() if isinstance(located.record, Note))
+
+    written: list[asyncio.Future[None]] = []
+    for number in range(400):
+        written.append(log.note(Note(text=f"{number} " + "x" * rng.choice([1, 9_000, 300_000]))))
+        if number % 7 == 0:
+            await asyncio.to_thread(follow)
+    await asyncio.gather(*written)
+    follow()
+    assert [int(text.partition(" ")[0]) for text in got] == list(range(400))
+    assert not reader.report.bad and reader.report.torn is None
+    log.close()
+
+
+def test_a_torn_and_a_damaged_record_of_an_earlier_life_cost_the_next_one_these_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir.create(tmp_path)
+    for life in (1, 2, 10):
+        frames = [framed(Note(text=f"{life}.{n}")) for n in range(4)]
+        frames[1] = frames[1][:-1] + b"?"
+        run.path("calls", f"proxyd-0-{life}.gtr").write_bytes(MAGIC + b"".join(frames)[:-1])
+    run.path("calls", "proxyd-1-1.gtr").write_bytes(MAGIC + framed(Note(text="another shard's")))
+    run.path("calls", "proxyd-0-11.gtr").write_bytes(MAGIC[:5])
+    found = [record.text for record in calllog.earlier_records(run, "proxyd-0") if isinstance(record, Note)]
+    assert found == [f"{life}.{n}" for life in (1, 2, 10) for n in (0, 2)]
+    assert sum("1 bad frames, torn (" in said for said in caplog.messages) == 3
+
+
 # ---- the next life -----------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajbuild import make_call, random_execution
 
+from gyre_base import runframes
 from gyre_base.runcodec import to_object
 from gyre_base.runfile import (
     Call,
@@ -137,7 +138,7 @@ def chain(rng, n=5):
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_every_cut_leaves_the_whole_frames_before_it(seed):
     frames = chain(np.random.default_rng(seed))
     data = file_of(*frames)
@@ -179,6 +180,15 @@ def test_frames_behind_a_torn_one_are_found(kept):
     assert [call[0]["call"] for call in got] == ["c0", "c2"]
     start = len(MAGIC) + len(one)
     assert [(b.offset, b.end) for b in report.bad] == [(start, start + kept)] and report.torn is None
+
+
+@pytest.mark.parametrize("window", [5, 64, 100])
+def test_the_next_frame_is_found_wherever_it_lies_in_what_is_searched(window, monkeypatch):
+    monkeypatch.setattr(runframes, "_SEARCH_BYTES", window)
+    for gap in range(1, 2 * window):
+        got, report = read(file_of(b"\0" * gap, framed(make_call("a"))))
+        assert [call[0]["call"] for call in got] == ["a"]
+        assert [(b.offset, b.end) for b in report.bad] == [(len(MAGIC), len(MAGIC) + gap)]
 
 
 def test_what_only_looks_like_a_frame_is_none():
