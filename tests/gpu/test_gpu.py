@@ -16,7 +16,7 @@ import torch
 
 from celld.sglang import launch
 from celld.tiny.model import TinyConfig, TinyQwen3, load, save
-from celld.trainer import cpu, flex, tree
+from celld.trainer import context, cpu, flex, tree
 from celld.trainer import loss as losses
 from celld.trainer.model import Policy
 from celld.trainer.optimizer import AdamW
@@ -100,19 +100,24 @@ def test_steps_lower_the_loss_and_weights_come_back(pair):
     assert all(torch.equal(tensor.cpu(), twin.state_dict()[name]) for name, tensor in policy.hf_tensors().items())
 
 
-@pytest.mark.parametrize(("seed", "longest"), [(0, 40), (1, 300), (2, 1500)])
-def test_compiled_flex_attention_and_its_gradient_equal_the_attention_of_a_cpu(seed, longest):
-    plan = tree.plan(random_micro_step(seed, 3, segments=9, longest=longest).executions)
+@pytest.mark.parametrize(
+    ("seed", "longest", "ranks"), [(0, 40, 1), (1, 300, 1), (2, 1500, 1), (3, 300, 2), (4, 1500, 4)]
+)
+def test_compiled_flex_attention_and_its_gradient_equal_the_attention_of_a_cpu(seed, longest, ranks):
+    """Of all tokens, and of the part that a rank has of them."""
+    whole = tree.plan(random_micro_step(seed, 3, segments=9, longest=longest).executions)
     generator = torch.Generator().manual_seed(seed)
-    inputs = [torch.randn(len(plan), heads, 32, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
-    upstream = torch.randn(len(plan), 4, 32, generator=generator)
-    expected = tree.attend(*inputs, plan)
-    wanted = torch.autograd.grad(expected, inputs, upstream)
-    moved = [x.detach().cuda().requires_grad_() for x in inputs]
-    mixed = flex.attend(*moved, plan.to(torch.device("cuda")).on_gpu)
-    torch.testing.assert_close(mixed.cpu(), expected, rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(torch.autograd.grad(mixed, moved, upstream.cuda()), wanted, strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-3, atol=1e-4)
+    query, key, value = (torch.randn(len(whole), heads, 32, generator=generator) for heads in (4, 2, 2))
+    for plan in (context.part(whole, rank, ranks) for rank in range(ranks)):
+        inputs = [x.detach().clone().requires_grad_() for x in (query[plan.index_T], key, value)]
+        upstream = torch.randn(len(plan), 4, 32, generator=generator)
+        expected = tree.attend(*inputs, plan)
+        wanted = torch.autograd.grad(expected, inputs, upstream)
+        moved = [x.detach().cuda().requires_grad_() for x in inputs]
+        mixed = flex.attend(*moved, plan.to(torch.device("cuda")).on_gpu)
+        torch.testing.assert_close(mixed.cpu(), expected, rtol=1e-4, atol=1e-5)
+        for mine, theirs in zip(torch.autograd.grad(mixed, moved, upstream.cuda()), wanted, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture

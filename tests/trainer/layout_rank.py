@@ -10,6 +10,7 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -22,6 +23,7 @@ from gyre_base import config as configuration  # noqa: E402
 from gyre_base import messages as m  # noqa: E402
 from gyre_base.microstep import MicroStep  # noqa: E402
 from tests.trainer.forests import random_micro_step  # noqa: E402
+from tests.trainer.test_replay import random_rows, routed  # noqa: E402
 
 STEPS, SEED = 3, 77
 FORESTS = (  # micro-steps: executions, segments of each, length of the longest, piece_tokens
@@ -42,6 +44,13 @@ class OwnSum:
         return [Computed(own.flat, own.weight_sum, dict(own.stats))]
 
     def close(self) -> None: ...
+
+
+def with_given_experts(step: MicroStep, seed: int) -> MicroStep:
+    """Of half of the tokens."""
+    at = [np.flatnonzero(np.random.default_rng(seed).random(len(packed)) < 0.5) for packed in step.executions]
+    pairs = zip(step.executions, at, strict=True)
+    return MicroStep(tuple(routed(packed, random_rows(seed, len(own)), own) for packed, own in pairs))
 
 
 def tensors_of(policy: Policy) -> Tensors:
@@ -68,11 +77,13 @@ def gradient_of(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 async def forests(tensors: Tensors) -> list[tuple[dict[str, float], dict[str, torch.Tensor]]]:
-    """Statistics and gradient of each of FORESTS."""
+    """Statistics and gradient of each of FORESTS; every second one with given experts, if there are any."""
     found, policy = [], tensors.policy
     for number, (executions, segments, longest, piece) in enumerate(FORESTS):
         policy.piece_tokens = piece
         step = random_micro_step(SEED + number, executions, segments=segments, longest=longest)
+        if policy.shape.num_experts and number % 2:
+            step = with_given_experts(step, SEED + number)
         stats = await tensors.obey(order_of(step, number))
         found.append((stats, gradient_of(policy)))
         await tensors.obey(m.DropSum(number=2))
