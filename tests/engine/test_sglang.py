@@ -22,16 +22,20 @@ pytestmark = [
 ]
 
 
-async def test_weights_of_the_trainer_are_served_bit_by_bit(engine: Caller, models: tuple[Path, Path], tmp_path: Path):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+async def test_weights_of_the_trainer_are_served_bit_by_bit(
+    engine: Caller, models: tuple[Path, Path], tmp_path: Path, dtype: str
+):
     """Changed in megatron, written as a snapshot, served: the answers are those of a plain forward pass."""
     from celld.trainer import cpu
+    from celld.trainer.dtypes import DTYPES
     from celld.trainer.model import Policy, read_tensors
 
     cpu.start_parallel()
     config = json.loads((models[0] / "config.json").read_text())
-    policy = Policy(config)
+    policy = Policy(config, dtype=DTYPES[dtype])
     policy.load(read_tensors(models[0]))
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5 if dtype == "fp32" else 6)
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
