@@ -36,6 +36,14 @@ def _bulk_fields(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls) if f.type in ("bytes", bytes))
 
 
+@functools.cache
+def _begin(cls: Any) -> bytes:
+    """What the text of a message of a kind begins with; empty for those with bulk."""
+    if _bulk_fields(cls):
+        return b""
+    return b'{"tag":"%b"%b' % (cls.TAG.encode(), b"," if _names(cls) else b"")
+
+
 def encode(msg: Any, correlation: int = 0) -> list[bytes]:
     """Frames of one message. `correlation` ties an answer to its question; 0 = none."""
     cls: Any = type(msg)
@@ -78,10 +86,8 @@ def to_json(msg: Any) -> dict[str, Any]:
 def to_text(msg: Any) -> bytes:
     """The JSON text of `to_json`, made in one go."""
     cls: Any = type(msg)
-    if _bulk_fields(cls):
-        return orjson.dumps(to_json(msg))
-    fields = _JSON.encode(msg)
-    return b'{"tag":"%b"%b%b' % (cls.TAG.encode(), b"," if len(fields) > 2 else b"", fields[1:])
+    begin = _begin(cls)
+    return begin + _JSON.encode(msg)[1:] if begin else orjson.dumps(to_json(msg))
 
 
 def from_json(obj: dict[str, Any]) -> Any:

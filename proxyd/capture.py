@@ -85,10 +85,10 @@ class Plan:
 
     def prompt_json(self) -> bytes:
         """The prompt as JSON numbers without brackets: stored text joined, nothing encoded again."""
-        return b",".join(p.json for p in self._pieces() if p.json)
+        return b",".join([p.json for p in self._pieces() if p.json])
 
     def prompt_ids(self) -> Ids:
-        return np.frombuffer(b"".join(piece.ids for piece in self._pieces()), np.int32)
+        return np.frombuffer(b"".join([piece.ids for piece in self._pieces()]), np.int32)
 
     def _pieces(self) -> list[Piece]:
         parts = [self.tail]
@@ -158,7 +158,7 @@ class Forest:
             asked=walk.base is not None and _asks(new),
             attempt=self._attempt(walk.start, call),
             purpose="summary" if hints.purpose == "summary" else "turn",
-            spliced=sum(1 for place in walk.ours if place >= walk.base_at),
+            spliced=len([place for place in walk.ours if place >= walk.base_at]) if walk.ours else 0,
         )
         if walk.base is None:
             plan.agent, plan.root, plan.relabels = self.labels.root(conversation, hints)
@@ -306,8 +306,9 @@ def _echoes(message: Message, spoken: Spoken) -> bool:
 
 
 def _join(pieces: Iterable[Piece]) -> Piece:
-    kept = [p for p in pieces if p.ids]
-    ids = array("i")
-    for piece in kept:
-        ids.extend(piece.ids)
-    return Piece(ids, b",".join(p.json for p in kept))
+    ids, texts = array("i"), []
+    for piece in pieces:
+        if piece.ids:
+            ids.extend(piece.ids)
+            texts.append(piece.json)
+    return Piece(ids, b",".join(texts))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,7 +67,9 @@ class Piece:
     @classmethod
     def of(cls, ids: Iterable[int]) -> Piece:
         kept = list(ids)
-        return cls(array("i", kept), orjson.dumps(kept)[1:-1])
+        made = array("i")
+        made.frombytes(struct.pack(f"{len(kept)}i", *kept))  # several times faster than the array's own way
+        return cls(made, orjson.dumps(kept)[1:-1])
 
 
 class ChatModel:
@@ -199,7 +202,11 @@ class ChatModel:
 
     def _unit(self, group: tuple[Message, ...]) -> Piece:
         first = group[0]
-        key = (first.role, *(m.text for m in group), first.reasoning, *((c.name, c.arguments) for c in first.calls))
+        if len(group) == 1 and not first.calls:
+            key: Key = (first.role, first.text, first.reasoning)
+        else:
+            texts, calls = [m.text for m in group], [(c.name, c.arguments) for c in first.calls]
+            key = (first.role, *texts, first.reasoning, *calls)
         found = self._units.get(key)
         if found is None:
             text = self._text([_X, *(self._dict(m) for m in group)])

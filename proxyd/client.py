@@ -19,6 +19,8 @@ IDLE_S = 4.0  # uvicorn closes after five
 IDLE_KEPT = 1024
 HEADS_KEPT = 4096
 ONE_WRITE_BYTES = 64 << 10  # copying less costs less than a second system call
+Sink = Callable[[int, bytes], None]  # status, a piece of the body
+Then = Callable[[int, Exception | None], None]  # status of a complete answer, or 0 and what went wrong
 
 
 class Disconnected(ConnectionError):
@@ -38,27 +40,26 @@ class _Connection(asyncio.Protocol):
         self.heard = 0.0
         self._pieces: list[bytes] = []
         self.on_body = self._pieces.append  # no Python between the parser and the list
+        self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[int] | None = None
+        self._then: Then | None = None  # of the request that is under way
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
         self._look_at = 0.0
 
-    def ask(self, head: bytes, body: list[bytes], sink: Callable[[int, bytes], None]) -> asyncio.Future[int]:
-        """Resolved with the status when the answer is complete. `sink` gets the status and each piece of the body."""
+    def ask(self, head: bytes, body: list[bytes], sink: Sink, then: Then) -> None:
+        """`sink` gets the status and each piece of the body, `then` the status when the answer is complete."""
         assert self.transport is not None
-        self._parser = httptools.HttpResponseParser(self)
         self._sink, self._begun, self.keeps, self._complete = sink, False, False, False
-        self._done = self._loop.create_future()
+        self._then = then
         self.heard = self._loop.time()
         self._body = body
         self._pieces.clear()
         if sum(map(len, body)) < ONE_WRITE_BYTES:
             self.transport.write(b"".join((head, *body)))
-            return self._done
+            return
         for part in (head, *body):
             self.transport.write(part)
-        return self._done
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
@@ -70,7 +71,7 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._done is None or self._done.done():
+        if self._then is None:
             self.close()  # nobody asked
             return
         if not self._begun:
@@ -89,7 +90,8 @@ class _Connection(asyncio.Protocol):
         if wrong is not None:
             self._fail(wrong)
         elif self._complete:
-            self._done.set_result(self._parser.get_status_code())
+            then, self._then = self._then, None
+            then(self._parser.get_status_code(), None)
 
     def _hand_on(self) -> None:
         """What one read brought, in one piece however it was cut."""
@@ -103,9 +105,15 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
         self._fail(Disconnected(f"the connection ended ({error or 'end'})", begun=self._begun))
 
-    def _fail(self, error: BaseException) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(error)
+    def _fail(self, error: Exception) -> None:
+        self.close()
+        if self._then is not None:
+            then, self._then = self._then, None
+            then(0, error)
+
+    def drop(self) -> None:
+        """End the request that is under way, without a word to who asked."""
+        self._then = None
         self.close()
 
     def watch(self, silence_s: float) -> None:
@@ -126,7 +134,7 @@ class _Connection(asyncio.Protocol):
 
     def _look(self) -> None:
         self._timer = None
-        if self._done is None or self._done.done():
+        if self._then is None:
             return  # idle: the next request has it looked at again
         now = self._loop.time()
         if now - self.heard > self._silence_s:
@@ -144,6 +152,69 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
 
+class Exchange:
+    """One request on its way to its answer, over a kept connection if there is one."""
+
+    __slots__ = (
+        "_base",
+        "_body",
+        "_client",
+        "_connecting",
+        "_connection",
+        "_head",
+        "_kept",
+        "_silence_s",
+        "_sink",
+        "_then",
+    )
+
+    def __init__(
+        self, client: HttpClient, base: str, head: bytes, body: list[bytes], sink: Sink, silence_s: float, then: Then
+    ) -> None:
+        self._client, self._base, self._head, self._body = client, base, head, body
+        self._sink, self._silence_s, self._then = sink, silence_s, then
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        kept = self._client.kept(self._base)
+        self._kept = kept is not None
+        if kept is not None:
+            self._ask(kept)
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    async def _connect(self) -> None:
+        try:
+            made = await self._client.connect(self._base)
+        except (OSError, TimeoutError, ValueError) as error:
+            self._then(0, error)
+        else:
+            self._ask(made)
+
+    def _ask(self, connection: _Connection) -> None:
+        self._connection = connection
+        connection.ask(self._head, self._body, self._sink, self._ended)
+        connection.watch(self._silence_s)
+
+    def _ended(self, status: int, error: Exception | None) -> None:
+        connection, self._connection = self._connection, None
+        if isinstance(error, Disconnected) and self._kept and not error.begun:
+            self._start()  # the server hung up on an idle connection
+            return
+        if error is None and connection is not None:
+            self._client.give_back(self._base, connection)
+        self._then(status, error)
+
+    def cut(self) -> None:
+        """Hang up. Whoever asked hears nothing more."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.drop()
+
+
 class HttpClient:
     """Connections to any number of servers."""
 
@@ -153,23 +224,31 @@ class HttpClient:
         self._begun: dict[tuple[str, str, str], str] = {}
         self._closed = False
 
-    async def ask(
-        self, method: str, base: str, path: str, body: list[bytes], sink: Callable[[int, bytes], None], silence_s: float
-    ) -> int:
-        """The status of a complete answer; `body` is emptied when it begins.
-
-        Raises OSError, TimeoutError, ValueError, and what `sink` raises.
+    def begin(
+        self, method: str, base: str, path: str, body: list[bytes], sink: Sink, silence_s: float, then: Then
+    ) -> Exchange:
+        """Ask; `body` is emptied when the answer begins. `then` is told once, later: the status of a complete answer,
+        or 0 and what went wrong: OSError, TimeoutError, ValueError, and what `sink` raises.
         """
-        length = sum(map(len, body))
-        head = f"{self._begin(method, base, path)}{length}\r\n\r\n".encode("latin-1")
-        while True:
-            kept = self._kept(base)
-            connection = kept or await self._connect(base)
-            try:
-                return await self._exchange(base, connection, connection.ask(head, body, sink), silence_s)
-            except Disconnected as error:
-                if kept is None or error.begun:
-                    raise
+        head = f"{self._begin(method, base, path)}{sum(map(len, body))}\r\n\r\n".encode("latin-1")
+        return Exchange(self, base, head, body, sink, silence_s, then)
+
+    async def ask(self, method: str, base: str, path: str, body: list[bytes], sink: Sink, silence_s: float) -> int:
+        """The same, awaited: the status, or what went wrong is raised."""
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def then(status: int, error: Exception | None) -> None:
+            if error is None:
+                answer.set_result(status)
+            else:
+                answer.set_exception(error)
+
+        exchange = self.begin(method, base, path, body, sink, silence_s, then)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            exchange.cut()
+            raise
 
     def _begin(self, method: str, base: str, path: str) -> str:
         """A request's head but for its length: few different ones come again and again."""
@@ -183,7 +262,8 @@ class HttpClient:
             self._begun[key] = found
         return found
 
-    def _kept(self, base: str) -> _Connection | None:
+    def kept(self, base: str) -> _Connection | None:
+        """An idle connection that is still good."""
         idle, now = self._idle.get(base, []), asyncio.get_running_loop().time()
         while idle:
             connection = idle.pop()
@@ -192,7 +272,8 @@ class HttpClient:
             connection.close()
         return None
 
-    async def _connect(self, base: str) -> _Connection:
+    async def connect(self, base: str) -> _Connection:
+        """A new one. Raises OSError, TimeoutError, ValueError."""
         parts = urlsplit(base)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise ValueError("an engine's address must be http://host:port")
@@ -200,23 +281,8 @@ class HttpClient:
             _, made = await asyncio.get_running_loop().create_connection(_Connection, parts.hostname, parts.port)
         return made
 
-    async def _exchange(
-        self,
-        base: str,
-        connection: _Connection,
-        done: asyncio.Future[int],
-        silence_s: float,
-    ) -> int:
-        connection.watch(silence_s)
-        try:
-            status = await done
-        except asyncio.CancelledError:
-            connection.close()
-            raise
-        self._give_back(base, connection)
-        return status
-
-    def _give_back(self, base: str, connection: _Connection) -> None:
+    def give_back(self, base: str, connection: _Connection) -> None:
+        """After a complete answer."""
         idle = self._idle.setdefault(base, [])
         if connection.keeps and not self._closed and len(idle) < IDLE_KEPT:
             connection.idle_since = asyncio.get_running_loop().time()

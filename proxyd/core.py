@@ -391,6 +391,8 @@ class Router:
 
     def _plan_wake(self, now: float) -> None:
         """Ask for one tick at the earliest moment at which something becomes due without a new event."""
+        if not self._waiting:
+            return
         due: list[float] = []
         for call in self._waiting.values():
             if call.state is State.ABORTING:

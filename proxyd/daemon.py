@@ -46,6 +46,7 @@ from proxyd.template import TemplateRefused
 
 log = logging.getLogger(__name__)
 LOADS_S = 4.0
+_OF_CALLS = (CallArrived, SubmissionEnded)
 
 
 class ProxydShell(Shell):
@@ -81,7 +82,7 @@ class ProxydShell(Shell):
     def _write(self, now: float, event: Any, commands: list[Any]) -> None:
         """Calls are for the bug report alone: those of one turn of the loop are one write. A restart needs the rest."""
         assert self.journal is not None
-        held = isinstance(event, CallArrived | SubmissionEnded)
+        held = isinstance(event, _OF_CALLS)
         self.journal.write(now, event, commands, held=held)
         if held and not self._flushing:
             self._flushing = True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from proxyd.client import HttpClient
+from proxyd.client import Exchange, HttpClient
 from proxyd.events import Submit
 from proxyd.stream import BadStream, Sampled
 
@@ -118,9 +118,11 @@ class EngineClient:
             )
         )
 
-    async def stream(self, url: str, body: list[bytes], sampled: Sampled, heard: Callable[[], None]) -> Ended:
-        """Fill `sampled` until the engine ends or fails; `heard` is called for chunks as they come. Never raises but
-        on cancellation.
+    def stream(
+        self, url: str, body: list[bytes], sampled: Sampled, heard: Callable[[], None], ended: Callable[[Ended], None]
+    ) -> Exchange:
+        """Fill `sampled` until the engine ends or fails, which `ended` is told once, later; `heard` is called for
+        chunks as they come. What is cut is told to nobody.
 
         `body` is emptied once the engine has begun to answer: long prompts are megabytes, and answers take minutes.
         """
@@ -129,22 +131,11 @@ class EngineClient:
             self.chunks += chunks
             heard()
 
+        def then(status: int, error: Exception | None) -> None:
+            ended(_ended(status, error, events.said, sampled))
+
         events = _Events(sampled, count)
-        try:
-            status = await self._http.ask("POST", url, "/generate", body, events, SILENCE_S)
-            _check(status, events.said)
-        except _Refused as error:
-            return Ended("refused", why=str(error))
-        except _Busy as error:
-            return Ended("cut", why=str(error))
-        except BadStream as error:
-            return Ended("cut", lost=True, why=f"bad stream: {error}")
-        except (TimeoutError, OSError, ValueError) as error:
-            if not sampled.finish:
-                return Ended("cut", lost=True, why=f"{type(error).__name__}: {error}"[:200])
-        if not sampled.finish:
-            return Ended("cut", lost=True, why="the stream ended without a finish reason")
-        return Ended("cut" if sampled.finish == "abort" else "finished", why=sampled.why)
+        return self._http.begin("POST", url, "/generate", body, events, SILENCE_S, then)
 
     async def work(self, url: str) -> int | None:
         """Requests that run or wait at an engine, anyone's; None if it does not say."""
@@ -165,6 +156,26 @@ class EngineClient:
                 await self._http.ask("POST", url, "/abort_request", [body], lambda _, piece: None, ASK_S)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), ABORT_AGAIN_S)
+
+
+def _ended(status: int, error: Exception | None, said: bytes, sampled: Sampled) -> Ended:
+    """Why a stream ended, from the status of a complete answer or what went wrong, and what the engine said."""
+    try:
+        if error is not None:
+            raise error
+        _check(status, said)
+    except _Refused as refused:
+        return Ended("refused", why=str(refused))
+    except _Busy as busy:
+        return Ended("cut", why=str(busy))
+    except BadStream as bad:
+        return Ended("cut", lost=True, why=f"bad stream: {bad}")
+    except Exception as broken:  # of the connection, or not what an engine says
+        if not sampled.finish:
+            return Ended("cut", lost=True, why=f"{type(broken).__name__}: {broken}"[:200])
+    if not sampled.finish:
+        return Ended("cut", lost=True, why="the stream ended without a finish reason")
+    return Ended("cut" if sampled.finish == "abort" else "finished", why=sampled.why)
 
 
 def _check(status: int, said: bytes) -> None:

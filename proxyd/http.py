@@ -11,7 +11,9 @@ import hashlib
 import hmac
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 import orjson
@@ -28,7 +30,7 @@ from proxyd.dialects.openai_responses import OpenAIResponses
 from proxyd.hints import hints_of
 from proxyd.live import Seal, Telling, nothing_yet
 from proxyd.metrics import CONTENT_TYPE
-from proxyd.server import Request, Response
+from proxyd.server import Later, Request, Response
 from proxyd.service import Open, Service
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ DIALECTS: dict[str, Dialect] = {
 }
 COUNT = "v1/messages/count_tokens"
 KINDS = {400: "bad_request", 404: "not_found", 413: "too_large", 500: "internal"}
-Route = Callable[[Request, str, str], Awaitable[Response]]
+Answer = Response | Later | Coroutine[Any, Any, Response]
+Route = Callable[[Request, str, str], Answer]
 
 
 def wording(status: int, why: str, path: str) -> Response:
@@ -77,7 +80,7 @@ class Front:
         self._routes[("GET", "v1/models")] = self._models
         self._routes[("GET", "api/hello")] = self._routes[("HEAD", "api/hello")] = _hello
 
-    async def handle(self, request: Request) -> Response:
+    def handle(self, request: Request) -> Answer:
         _, _, rest = request.path.partition("/")
         place, _, rest = rest.partition("/")
         if place == "x":
@@ -85,7 +88,7 @@ class Front:
             if not self._accepts(request, execution):
                 return _plain(_dialect_of(request.path).fail(Failure("unauthorized")))
             route = self._routes.get((request.method, tail)) or self._other(request.method, tail)
-            return await route(request, execution, tail)
+            return route(request, execution, tail)
         if request.path == "/health":
             return Response(200, TEXT, b"ok\n")
         if request.path == "/metrics":
@@ -101,7 +104,7 @@ class Front:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    async def _call(self, http: Request, execution: str, tail: str) -> Response:
+    def _call(self, http: Request, execution: str, tail: str) -> Answer:
         dialect = DIALECTS[tail]
         try:
             if http.headers.get("content-encoding", "identity") != "identity":
@@ -121,8 +124,14 @@ class Front:
             telling = self._telling(begun, dialect, request, seal, created)
             for chunk in so_far:
                 telling.take(chunk)
-            return await self._tell(begun, telling, dialect, request, (number, derived))
-        answer = await self._service.wait(begun)
+            return self._tell(begun, telling, dialect, request, (number, derived))
+        names = (number, derived)
+        if isinstance(begun, Open):
+            return _Waiting(self._service, begun, lambda answer: self._worded(answer, dialect, request, names))
+        return self._worded(begun, dialect, request, names)
+
+    def _worded(self, answer: Node | Failure, dialect: Dialect, request: Wanted, names: tuple[str, str]) -> Response:
+        number, derived = names
         if isinstance(answer, Failure):
             waited_s, written = 0.0, dialect.fail(answer, stream=request.stream)
         else:
@@ -158,7 +167,7 @@ class Front:
             if first is not None:
                 parts = self._parts(first, pieces, begun, telling, request, derived)
                 return Response(200, SSE, b"", ((CALL, number),), parts=parts)
-            answer = begun.answer.result()
+            answer = begun.said()
         else:
             answer = begun
         if isinstance(answer, Failure):
@@ -181,7 +190,7 @@ class Front:
             yield first
             async for piece in pieces:
                 yield piece
-        answer = begun.answer.result()
+        answer = begun.said()
         if isinstance(answer, Failure):
             raise _BrokenOff(answer.why)
         yield telling.end(self._service.reply(answer, request), answer.waited_s)
@@ -222,7 +231,7 @@ class Front:
             return Response(401, TEXT, b"the run's admin key is wanted as bearer token\n")
         return Response(200, CONTENT_TYPE, self._numbers())
 
-    async def _count_tokens(self, http: Request, execution: str, tail: str) -> Response:
+    def _count_tokens(self, http: Request, execution: str, tail: str) -> Response:
         dialect = DIALECTS["v1/messages"]
         try:
             request = dialect.read(http.body)
@@ -231,18 +240,44 @@ class Front:
         counted = orjson.dumps({"input_tokens": self._service.count(execution, request)})
         return Response(200, "application/json", counted)
 
-    async def _given_up(self, http: Request, execution: str, tail: str) -> Response:
+    def _given_up(self, http: Request, execution: str, tail: str) -> Response:
         self._service.given_up(execution, tail.partition("/")[2])
         return Response(204, TEXT, b"")
 
-    async def _models(self, http: Request, execution: str, tail: str) -> Response:
+    def _models(self, http: Request, execution: str, tail: str) -> Response:
         return _plain(models(self._served_name))
 
-    async def _model(self, http: Request, execution: str, tail: str) -> Response:
+    def _model(self, http: Request, execution: str, tail: str) -> Response:
         name = unquote(tail.removeprefix("v1/models/"))
         if name != self._served_name:
             return _plain(OpenAIChat().fail(Failure("no_model", why=name)))
         return _plain(models(self._served_name, one=True))
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request whose call runs; no task waits for it."""
+
+    service: Service
+    opened: Open
+    worded: Callable[[Node | Failure], Response]
+    give: Callable[[Response], None] | None = None
+
+    def then(self, give: Callable[[Response], None]) -> None:
+        self.give = give
+        self.service.join(self.opened, self._told)
+
+    def gone(self) -> None:
+        self.service.leave(self.opened, self._told)
+
+    def _told(self, answer: Node | Failure) -> None:
+        assert self.give is not None
+        try:
+            response = self.worded(answer)
+        except Exception:
+            log.exception("the answer to call %s could not be worded", self.opened.call)
+            response = wording(500, "Internal server error", "")
+        self.give(response)
 
 
 class _BrokenOff(Exception):
@@ -267,9 +302,9 @@ def _plain(written: Written, *headers: tuple[str, str]) -> Response:
     return Response(written.status, written.content_type, written.body, headers)
 
 
-async def _hello(http: Request, execution: str, tail: str) -> Response:
+def _hello(http: Request, execution: str, tail: str) -> Response:
     return Response(200, TEXT, b"ok\n")
 
 
-async def _unknown(http: Request, execution: str, tail: str) -> Response:
+def _unknown(http: Request, execution: str, tail: str) -> Response:
     return _plain(_dialect_of(http.path).fail(Failure("not_found", why=f"{http.method} /{tail}")))

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import orjson
 
 from gyre_base.runfile import Agent
-from proxyd.conversation import NO_HINTS, Conversation, Hints, Spoken, digest, text_bytes
+from proxyd.conversation import NO_HINTS, Conversation, Hints, Message, Spoken, digest, text_bytes
 
 ASKED_KEPT = 8  # text-only answers per agent that may yet turn out to be summaries
 SUMMARY_TAGS = ("summary", "state_snapshot")  # around what is kept of an answer that also thinks aloud
@@ -69,9 +68,15 @@ class _Known:
 
 def root_of(conversation: Conversation) -> tuple[Root, list[str]]:
     """(digests, what users say before the first answer: each text and its last block) of a conversation."""
-    system = "".join(m.text for m in conversation.messages[:1] if m.role == "system")
-    before = list(takewhile(lambda m: m.role != "assistant", conversation.messages))
-    users = [m for m in before if m.role == "user"][:LOOKED_AT]
+    system = ""
+    users: list[Message] = []
+    for place, message in enumerate(conversation.messages):
+        if message.role == "assistant" or len(users) == LOOKED_AT:
+            break
+        if message.role == "user":
+            users.append(message)
+        elif message.role == "system" and not place:
+            system = message.text
     text = users[0].text if users else ""
     return Root(_hex(system), _hex(text), len(text)), [t for m in users for t in (m.text, m.last_text) if t]
 

@@ -50,7 +50,9 @@ class Facts:
     named: str = ""  # the agent's id in the harness's headers
 
 
-def call_record(facts: Facts, plan: Plan, progress: Progress, routing: RoutingShape | None = None) -> Call:
+def call_record(
+    facts: Facts, plan: Plan, completion: Piece, progress: Progress, routing: RoutingShape | None = None
+) -> Call:
     """The record. Logprobs that an engine did not give are NaN: context, never a target. With `routing` it has the
     experts of each token; `capture.unrouted` counts the tokens of which no engine said them.
     """
@@ -95,7 +97,7 @@ def call_record(facts: Facts, plan: Plan, progress: Progress, routing: RoutingSh
         sampling=Sampling(temperature=facts.temperature),
         context=context_digest(prompt),
         prompt_ids=prompt,
-        completion_ids=np.array(progress.ids, np.int32),
+        completion_ids=np.frombuffer(completion.ids, np.int32),
         logprobs=np.array(progress.logprobs, np.float32),
         arrays=arrays,
         extra={"capture": capture},

@@ -11,10 +11,10 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -50,7 +50,17 @@ class Response:
     parts: AsyncIterator[bytes] | None = None
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+class Later(Protocol):
+    """An answer that is not there yet, for which no task has to wait."""
+
+    def then(self, give: Callable[[Response], None]) -> None:
+        """Give it by this, once, later."""
+
+    def gone(self) -> None:
+        """The client has left."""
+
+
+Handler = Callable[[Request], "Response | Later | Coroutine[Any, Any, Response]"]
 Wording = Callable[[int, str, str], Response]  # status, why, path -> the answer to what is no request
 
 
@@ -66,7 +76,9 @@ class Connection(asyncio.Protocol):
     wording: Wording
     connections: set[Connection]
     queue: deque[Request | Response] = field(default_factory=deque)
-    task: asyncio.Task[None] | None = None
+    request: Request | None = None  # that is being answered
+    later: Later | None = None  # where its answer will come from
+    task: asyncio.Task[None] | None = None  # that works on it
 
     def __post_init__(self) -> None:
         self._raw: dict[bytes, bytes] = {}  # headers of the message that is being read
@@ -77,6 +89,8 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._idle_since: float | None = None  # None: a request is being answered
         self._deaf = False  # nothing more is read
+        self._pausing = False  # for the time being
+        self._unread = False  # the client does not take its answers
         self._refusal: tuple[int, str] | None = None
         self._wants_continue = False
         self._headers: dict[str, str] = {}
@@ -145,9 +159,10 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, _TooMuch) as error:
             status, why = self._refusal or (400, f"this is not HTTP as it should be: {error}")
             self._end_with(status, why)
-        if len(self.queue) > MAX_PIPELINED and self._transport is not None:
-            self._transport.pause_reading()
         self._next()
+        if len(self.queue) > MAX_PIPELINED and self._transport is not None and not self._pausing:
+            self._pausing = True
+            self._transport.pause_reading()
 
     def _more_head(self, size: int) -> None:
         """A head that is not whole yet: what of it came with the end of an earlier message is at most one read."""
@@ -168,8 +183,17 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self.queue.clear()
+        if self.later is not None:
+            self.later.gone()
         if self.task is not None:
             self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self._unread = True
+
+    def resume_writing(self) -> None:
+        self._unread = False
+        self._next()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -178,40 +202,73 @@ class Connection(asyncio.Protocol):
     # ---- requests, one after the other ------------------------------------------------------------------------------
 
     def _next(self) -> None:
-        if self.task is not None or self._transport is None or self._transport.is_closing():
-            return
-        if not self.queue:
-            if self._wants_continue:
-                self._wants_continue = False
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            return
-        given = self.queue.popleft()
-        self._disarm()
-        if isinstance(given, Response):
-            self._write(given, head_only=False, keep_alive=False)
-        else:
-            self.task = self._loop.create_task(self._serve(given))
+        """Begin with what is here, until an answer has to be waited for or is not read."""
+        while self.request is None and not self._unread and self._transport is not None:
+            if self._transport.is_closing():
+                return
+            if not self.queue:
+                return self._ready()
+            given = self.queue.popleft()
+            self._disarm()
+            if isinstance(given, Response):
+                self._write(given, head_only=False, keep_alive=False)
+            else:
+                self._serve(given)
 
-    async def _serve(self, request: Request) -> None:
+    def _ready(self) -> None:
+        """All that came is answered."""
+        assert self._transport is not None
+        if self._wants_continue:
+            self._wants_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._pausing and not self._deaf:
+            self._pausing = False
+            self._transport.resume_reading()
+
+    def _serve(self, request: Request) -> None:
+        self.request = request
         try:
-            response = await self.handle(request)
+            answer = self.handle(request)
         except Exception:
             log.exception("a request could not be handled")
-            response = self.wording(500, "Internal server error", request.path)
+            answer = self.wording(500, "Internal server error", request.path)
+        if isinstance(answer, Response):
+            self._answer(answer)
+        elif isinstance(answer, Coroutine):
+            self.task = self._loop.create_task(self._work(answer))
+        else:
+            self.later = answer
+            answer.then(self._given)
+
+    def _given(self, response: Response) -> None:
+        self.later = None
+        self._answer(response)
+        self._next()
+
+    async def _work(self, answer: Coroutine[Any, Any, Response]) -> None:
+        assert self.request is not None
+        try:
+            response = await answer
+        except Exception:
+            log.exception("a request could not be handled")
+            response = self.wording(500, "Internal server error", self.request.path)
         if response.parts is not None and not await self._write_parts(response, response.parts):
             return
         self.task = None
-        self._write(response, head_only=request.method == "HEAD", keep_alive=request.keep_alive)
-        if self._transport is not None and not self._deaf and len(self.queue) <= MAX_PIPELINED:
-            self._transport.resume_reading()
+        self._answer(response)
         self._next()
+
+    def _answer(self, response: Response) -> None:
+        request, self.request = self.request, None
+        if request is not None and self._transport is not None and not self._transport.is_closing():
+            self._write(response, head_only=request.method == "HEAD", keep_alive=request.keep_alive)
 
     async def _write_parts(self, response: Response, parts: AsyncIterator[bytes]) -> bool:
         """All but the end of the message. False if it broke off: the connection is cut, so that nobody takes it for
         whole.
         """
         assert self._transport is not None
-        head = _head(response, "Transfer-Encoding: chunked")
+        head = _head(response, "Transfer-Encoding: chunked\r\n")
         try:
             async for part in parts:
                 self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(part), part))
@@ -228,8 +285,8 @@ class Connection(asyncio.Protocol):
         if response.parts is not None:
             self._transport.write(b"0\r\n\r\n")
         else:
-            more = () if response.status == 204 else (f"Content-Length: {len(response.body)}",)
-            raw = _head(response, *more) if keep_alive else _head(response, *more, "Connection: close")
+            more = "" if response.status == 204 else f"Content-Length: {len(response.body)}\r\n"
+            raw = _head(response, more if keep_alive else f"{more}Connection: close\r\n")
             self._transport.write(raw if head_only else raw + response.body)
         if keep_alive:
             self._arm()
@@ -254,15 +311,15 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(IDLE_S - idle_s, self._look)
 
 
-def _head(response: Response, *more: str) -> bytes:
-    head = [_begin(response.status, response.content_type)]
-    head += [f"{name}: {value}" for name, value in response.headers]
-    return "\r\n".join((*head, *more, "", "")).encode("latin-1")
+def _head(response: Response, more: str) -> bytes:
+    """`more`: further whole lines."""
+    own = "".join([f"{name}: {value}\r\n" for name, value in response.headers])
+    return f"{_begin(response.status, response.content_type)}{own}{more}\r\n".encode("latin-1")
 
 
 @functools.lru_cache(64)
 def _begin(status: int, content_type: str) -> str:
-    return f"HTTP/1.1 {status} {REASONS.get(status, '')}\r\nContent-Type: {content_type}"
+    return f"HTTP/1.1 {status} {REASONS.get(status, '')}\r\nContent-Type: {content_type}\r\n"
 
 
 class HttpServer:

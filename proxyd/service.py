@@ -8,6 +8,7 @@ are the core's.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -20,9 +21,10 @@ from gyre_base.runfile import CallWriter, record_frame
 from proxyd.calllog import CallLog
 from proxyd.capture import Forest, Node, Plan
 from proxyd.chat import ChatModel, Piece
+from proxyd.client import Exchange
 from proxyd.conversation import NO_HINTS, Hints, Reply, Request
 from proxyd.dialects import Dialect, Failure
-from proxyd.engine import EngineClient
+from proxyd.engine import Ended, EngineClient
 from proxyd.events import Abort, CallArrived, CallDropped, Cut, Finish, Refuse, SubmissionEnded, Submit
 from proxyd.live import Chunk, Telling, progress_of
 from proxyd.reading import Asked, Memory
@@ -33,30 +35,33 @@ log = logging.getLogger(__name__)
 DROP_AFTER_S = 60.0  # a call for which nobody has waited this long is aborted; its relay may have been cut off
 _NOTHING = Memory()  # of an execution that has asked nothing yet
 TAIL = 200  # finished calls kept for `proxyd tail`
+Told = Callable[[Node | Failure], None]
 
 
 @dataclass(slots=True, eq=False)
 class Running:
     """One submission at an engine."""
 
-    number: int
-    task: asyncio.Task[None]
-    ended: asyncio.Event
+    submit: Submit
+    sampled: Sampled
+    stream: Exchange
+    ended: asyncio.Event | None = None  # for who aborts it
 
 
 @dataclass(slots=True, eq=False)
 class Open:
     """A call between request and answer."""
 
+    key: str  # of execution and call
     execution: str
     call: str
     plan: Plan
     budget: int
     t0: float
-    answer: asyncio.Future[Node | Failure]
-    tools: bytes = b""
-    named: str = ""  # the agent's id in the harness's headers
-    progress: Progress = field(default_factory=Progress)
+    tools: bytes
+    named: str  # the agent's id in the harness's headers
+    progress: Progress
+    answer: Node | Failure | None = None
     temperature: float = 1.0
     running: Running | None = None
     sampled: Sampled | None = None  # of the submission that runs, which may sample `asked`
@@ -64,18 +69,22 @@ class Open:
     watchers: set[asyncio.Event] = field(default_factory=set)  # of those who are told live
     complete: bool = False
     waiters: int = 0
-    waiting: list[asyncio.Future[Node | Failure]] = field(default_factory=list)
+    waiting: list[Told] = field(default_factory=list)
     grace_s: float = DROP_AFTER_S
 
-    @property
-    def key(self) -> str:
-        return f"{self.execution}:{self.call}"
-
     def say(self, answer: Node | Failure) -> None:
-        self.answer.set_result(answer)
-        for waiting in self.waiting:
-            if not waiting.done():
-                waiting.set_result(answer)
+        """To all who wait, and whoever asks from now on."""
+        self.answer = answer
+        waiting, self.waiting = self.waiting, []
+        self.waiters -= len(waiting)
+        for told in waiting:
+            told(answer)
+        self.heard()
+
+    def said(self) -> Node | Failure:
+        """The answer that is there."""
+        assert self.answer is not None
+        return self.answer
 
     def heard(self) -> None:
         for news in self.watchers:
@@ -128,13 +137,15 @@ class Service:
     def begin(
         self, execution: str, call: str, asked: Asked, hints: Hints = NO_HINTS, so_far: Sequence[Chunk] = ()
     ) -> Open | Node | Failure:
-        """A call, new, running or finished under this id. Waits for nothing, so that nobody need keep the request.
+        """A call, new, running or finished under this id: what is open can be waited for (`join`, `tell`).
 
         `so_far`: tokens of it that were told live, perhaps by an earlier life. It goes on with them or fails.
         """
         told = [i for chunk in so_far for i in chunk.ids]
         opened = self.open.get(f"{execution}:{call}")
         if opened is not None:
+            if opened.answer is not None:
+                return opened.answer
             return opened if self._sampled(opened, len(told)) == told else _other_tokens()
         forest = self.forests.get(execution)
         node = forest.calls.get(call) if forest is not None else None
@@ -146,10 +157,6 @@ class Service:
         """The first tokens of a running call."""
         more = opened.sampled.ids if opened.sampled is not None else []
         return [*opened.progress.ids, *more][:count]
-
-    async def wait(self, begun: Open | Node | Failure) -> Node | Failure:
-        """The durable answer. Cancelled, the call runs on for a while."""
-        return await self._wait(begun) if isinstance(begun, Open) else begun
 
     def count(self, execution: str, request: Request) -> int:
         """Prompt tokens of a request, as they would be. Records nothing."""
@@ -166,7 +173,9 @@ class Service:
         self._memories.setdefault(execution, Memory()).told(asked, plan.start)
         return plan
 
-    def _begin(self, execution: str, call: str, asked: Asked, hints: Hints, progress: Progress) -> Open | Failure:
+    def _begin(
+        self, execution: str, call: str, asked: Asked, hints: Hints, progress: Progress
+    ) -> Open | Node | Failure:
         now, request = self.now(), asked.request
         plan = self._plan(execution, call, asked, hints)
         limit = self.config.engine.context_length
@@ -176,9 +185,8 @@ class Service:
         budget = min(budget, request.max_tokens) if request.max_tokens else budget
         if progress.ids and len(progress.ids) >= budget:
             return _other_tokens()
-        answer: asyncio.Future[Node | Failure] = asyncio.get_running_loop().create_future()
-        opened = Open(execution, call, plan, budget, now, answer, request.conversation.tools, hints.agent)
-        opened.progress = progress
+        key, tools = f"{execution}:{call}", request.conversation.tools
+        opened = Open(key, execution, call, plan, budget, now, tools, hints.agent, progress)
         self.open[opened.key] = opened
         for relabel in plan.relabels:
             self._log.note(relabel_note(execution, relabel))
@@ -190,22 +198,22 @@ class Service:
             sampled=len(progress.ids),
         )
         self._feed(arrived)
-        return opened
+        return opened if opened.answer is None else opened.answer
 
-    async def _wait(self, opened: Open) -> Node | Failure:
+    def join(self, opened: Open, told: Told) -> None:
+        """Be told the durable answer."""
         opened.waiters += 1
-        try:
-            if opened.answer.done():
-                return opened.answer.result()
-            mine: asyncio.Future[Node | Failure] = asyncio.get_running_loop().create_future()
-            opened.waiting.append(mine)  # of this waiter alone: whoever goes away does not cancel the answer
-            return await mine
-        finally:
-            self._leave(opened)
+        opened.waiting.append(told)
 
-    def _leave(self, opened: Open) -> None:
+    def leave(self, opened: Open, told: Told) -> None:
+        """Wait no longer. The call runs on for a while."""
+        if told in opened.waiting:
+            opened.waiting.remove(told)
+            self._left(opened)
+
+    def _left(self, opened: Open) -> None:
         opened.waiters -= 1
-        if not opened.waiters and not opened.answer.done():
+        if not opened.waiters and opened.answer is None:
             asyncio.get_running_loop().call_later(opened.grace_s, self._drop, opened)
 
     async def tell(self, opened: Open, telling: Telling) -> AsyncGenerator[bytes]:
@@ -213,16 +221,15 @@ class Service:
         news = asyncio.Event()
         opened.watchers.add(news)
         opened.waiters += 1
-        opened.answer.add_done_callback(lambda _: news.set())
         try:
-            while not opened.answer.done():
+            while opened.answer is None:
                 news.clear()
                 while (chunk := since(opened, telling.count, self.chat.stop_ids)) is not None:
                     yield telling.take(chunk)
                 await news.wait()
         finally:
             opened.watchers.discard(news)
-            self._leave(opened)
+            self._left(opened)
 
     def given_up(self, execution: str, call: str) -> None:
         """The relay says that nobody will come for this call any more."""
@@ -232,7 +239,7 @@ class Service:
             self._drop(opened)
 
     def _drop(self, opened: Open) -> None:
-        if not opened.waiters and not opened.answer.done() and opened.key in self.open:
+        if not opened.waiters and opened.answer is None and opened.key in self.open:
             self._feed(CallDropped(call=opened.key))
 
     def reply(self, node: Node, request: Request) -> Reply:
@@ -258,16 +265,14 @@ class Service:
         opened = self.open[command.call]
         match command:
             case Submit():
-                ended = asyncio.Event()
-                opened.temperature = command.temperature
-                task = self._spawn(self._submission(opened, command, ended))
-                opened.running = Running(command.number, task, ended)
+                self._submit(opened, command)
             case Abort(url=url, rid=rid):
                 if opened.running is not None:
-                    self._spawn(self._engines.abort(url, rid, opened.running.ended))
+                    ended = opened.running.ended = opened.running.ended or asyncio.Event()
+                    self._spawn(self._engines.abort(url, rid, ended))
             case Cut():
                 if opened.running is not None:
-                    opened.running.task.cancel()
+                    self._cut(opened, opened.running)
             case Finish():
                 self._finish(opened, command)
             case Refuse(kind=kind, why=why):
@@ -284,7 +289,7 @@ class Service:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fatal(error)
 
-    async def _submission(self, opened: Open, submit: Submit, ended: asyncio.Event) -> None:
+    def _submit(self, opened: Open, submit: Submit) -> None:
         """One stream from submission to SubmissionEnded, whatever happens in between."""
         progress = opened.progress
         asked = opened.budget - len(progress.ids)
@@ -292,25 +297,34 @@ class Service:
         if progress.ids:
             parts.append(Piece.of(progress.ids).json)
         sampled = opened.sampled = Sampled(submit.version)
-        opened.asked = asked
-        how, lost, why = "cut", True, "it did not end after an abort"
+        opened.temperature, opened.asked = submit.temperature, asked
         before = opened.plan.prompt_tokens + len(progress.ids)
         # a row is of the token before: the engine computes that one itself, whatever it found of the prompt elsewhere
         routed_from = before - 1 if self._routing is not None else None
         body = [self._engines.body(submit, b",".join(parts), asked, routed_from)]
-        del parts
-        try:
-            outcome = await self._engines.stream(submit.url, body, sampled, opened.heard)
-            how, lost, why = outcome.how, outcome.lost, outcome.why
-        except asyncio.CancelledError:
-            if self._stopping:
-                raise
-            log.warning("cut the stream of call %s at %s", opened.call, submit.url)
-        ended.set()
-        self._end(opened, submit, sampled, asked, (how, lost, why))
+        ended = functools.partial(self._ended, opened, submit, sampled)
+        stream = self._engines.stream(submit.url, body, sampled, opened.heard, ended)
+        opened.running = Running(submit, sampled, stream)
 
-    def _end(self, opened: Open, submit: Submit, sampled: Sampled, asked: int, outcome: tuple[str, bool, str]) -> None:
-        how, lost, why = outcome
+    def _cut(self, opened: Open, running: Running) -> None:
+        log.warning("cut the stream of call %s at %s", opened.call, running.submit.url)
+        running.stream.cut()
+        outcome = Ended("cut", lost=True, why="it did not end after an abort")
+        asyncio.get_running_loop().call_soon(self._ended, opened, running.submit, running.sampled, outcome)
+
+    def _ended(self, opened: Open, submit: Submit, sampled: Sampled, outcome: Ended) -> None:
+        if self._stopping:
+            return
+        try:
+            self._end(opened, submit, sampled, outcome)
+        except Exception as error:
+            self.fatal(error)
+            raise
+
+    def _end(self, opened: Open, submit: Submit, sampled: Sampled, outcome: Ended) -> None:
+        how, lost, why, asked = outcome.how, outcome.lost, outcome.why, opened.asked
+        if opened.running is not None and opened.running.ended is not None:
+            opened.running.ended.set()
         progress, before = opened.progress, len(opened.progress.ids)
         if sampled.routed:
             progress.routed.append((before, len(sampled.ids), sampled.routed))
@@ -339,7 +353,7 @@ class Service:
                 why=why,
             )
         )
-        if opened.answer.done() and opened.running is None:
+        if opened.answer is not None and opened.running is None:
             self.open.pop(opened.key, None)  # it was refused while the engine still had it
 
     # ---- the end of a call ------------------------------------------------------------------------------------------
@@ -377,13 +391,13 @@ class Service:
         base, routing = plan.base.call if plan.base is not None else None, self._routing
 
         def frame() -> bytes:
-            return writer.call(call_record(facts, plan, progress, routing), base, plan.keep)
+            return writer.call(call_record(facts, plan, completion, progress, routing), base, plan.keep)
 
         self._log.append(frame).add_done_callback(lambda written: self._written(opened, node, facts, written))
 
     def _written(self, opened: Open, node: Node, facts: Facts, written: asyncio.Future[None]) -> None:
         self.open.pop(opened.key, None)
-        if opened.answer.done():
+        if opened.answer is not None:
             return
         if written.exception() is not None:
             opened.say(Failure("internal", why=f"the call could not be recorded: {written.exception()}"))
@@ -396,7 +410,7 @@ class Service:
         opened.say(node)
 
     def _refuse(self, opened: Open, kind: str, why: str) -> None:
-        if not opened.answer.done():
+        if opened.answer is None:
             opened.say(Failure(kind, why=why))
         if opened.running is None:
             self.open.pop(opened.key, None)
@@ -418,6 +432,9 @@ class Service:
     async def stop(self) -> None:
         """Close every stream; the engines abort what their client leaves."""
         self._stopping = True
+        for opened in self.open.values():
+            if opened.running is not None:
+                opened.running.stream.cut()
         tasks = list(self._background)
         for task in tasks:
             task.cancel()

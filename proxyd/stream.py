@@ -51,9 +51,11 @@ class Sampled:
             raise BadStream("the logprobs are of other tokens than output_ids")
         self.ids += fresh
         logprobs = [e[0] for e in scored]
-        self.logprobs += (
-            [math.nan if p is None else float(p) for p in logprobs] if None in logprobs else map(float, logprobs)
-        )
+        try:
+            sum(logprobs)  # all are numbers, which is nearly always so
+        except TypeError:
+            logprobs = [math.nan if p is None else float(p) for p in logprobs]
+        self.logprobs += logprobs
         self.version = str(meta.get("weight_version") or self.version)
         self.prompt_tokens = meta.get("prompt_tokens", self.prompt_tokens)
         self.cached_tokens = meta.get("cached_tokens") or 0

@@ -123,7 +123,7 @@ def write_life(path: Path, execution: str, asked: list[tuple[str, Plan, Piece]],
             count = len(completion.ids)
             progress = Progress(list(completion.ids), [-0.5] * count, [Span("0.0", 0, count)])
             base = plan.base.call if plan.base is not None else None
-            file.write(writer.call(call_record(facts, plan, progress), base, plan.keep))
+            file.write(writer.call(call_record(facts, plan, Piece.of(progress.ids), progress), base, plan.keep))
         for relabel in relabels:
             file.write(framed(relabel_note(execution, relabel)))
 
@@ -197,7 +197,7 @@ def test_names_from_headers_purposes_and_thinking_come_back(thinker: ChatModel) 
         ids = said.node.completion.ids.tolist()
         progress = Progress(ids, [-0.5] * len(ids), [Span("0.0", 0, len(ids))])
         facts = Facts("e", said.node.call, seq, 1.0, 2.0, "stop", 1.0, 0.0, 0, 0, named)
-        records.append(call_record(facts, said.plan, progress))
+        records.append(call_record(facts, said.plan, Piece.of(progress.ids), progress))
     assert [r.label for r in records] == ["main", "sub-agent", "main-summary"]
     talk.forest = restore(records, thinker, {"e"})["e"]
     more = talk.say(claude([user(text("look")), heard(child), user(text("sure?"))], system="sub"), "ok", sub)

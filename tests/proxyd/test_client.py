@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from proxyd.client import Disconnected, HttpClient
-from proxyd.engine import EngineClient
+from proxyd.engine import Ended, EngineClient
 from proxyd.stream import Sampled
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, int], Awaitable[None]]
+ODD = b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": %b}}\n\n'
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
@@ -122,6 +123,12 @@ async def test_a_cancelled_request_hangs_up() -> None:
             await gone.wait()
 
 
+async def stream(engines: EngineClient, url: str) -> Ended:
+    ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+    engines.stream(url, [b"body"], Sampled("v"), lambda: None, ended.set_result)
+    return await ended
+
+
 @pytest.mark.parametrize(
     ("head", "body", "how", "lost"),
     [
@@ -132,6 +139,9 @@ async def test_a_cancelled_request_hangs_up() -> None:
         (b"200 OK", b"data: {\n\n", "cut", True),
         (b"200 OK", b"", "cut", True),
         (b"200 OK", b'data: {"output_ids": [1], "meta_info": {"completion_tokens": -1}}\n\n', "cut", True),
+        (b"200 OK", b"data: [1]\n\n", "cut", True),
+        (b"200 OK", ODD % b"[1]", "cut", True),
+        (b"200 OK", ODD % b'[["x", 1, null]]', "cut", True),
     ],
 )
 async def test_an_engines_failures_are_told_apart(head: bytes, body: bytes, how: str, lost: bool) -> None:
@@ -143,9 +153,9 @@ async def test_an_engines_failures_are_told_apart(head: bytes, body: bytes, how:
 
     async with server(script) as url:
         engines = EngineClient("k", frozenset({0}), 16)
-        ended = await engines.stream(url, [b"body"], Sampled("v"), lambda: None)
+        ended = await stream(engines, url)
         assert (ended.how, ended.lost) == (how, lost), ended
         engines.close()
     engines = EngineClient("k", frozenset({0}), 16)
-    assert (await engines.stream("http://127.0.0.1:1", [b"body"], Sampled("v"), lambda: None)).lost
+    assert (await stream(engines, "http://127.0.0.1:1")).lost
     assert await engines.work("http://127.0.0.1:1") is None

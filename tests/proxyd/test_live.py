@@ -218,7 +218,7 @@ def test_what_is_told_is_how_the_answer_begins(
 
 @pytest.mark.parametrize("finish", ["stop", "length", ""])
 def test_all_but_the_last_token_of_an_answer_is_told_before_the_disk(chat: ChatModel, finish: str) -> None:
-    opened = Open("e", "c", plan=None, budget=9, t0=0.0, answer=None)  # type: ignore[arg-type]
+    opened = Open("e:c", "e", "c", None, 9, 0.0, b"", "", Progress())  # type: ignore[arg-type]
     opened.progress = Progress([1, 2], [-1.0, -2.0], [Span("0.0", 0, 2)])
     opened.sampled, opened.asked = Sampled("0.1", [3, 4, 5], [-3.0, -4.0, -5.0], finish=finish), 7
     assert since(opened, 0, chat.stop_ids) == Chunk([1, 2], [-1.0, -2.0], "0.0")
