@@ -46,7 +46,8 @@ $(SGLANG_STAMP): tools/sglang-cpu.sh tools/sglang-cpu.txt
 
 test-sglang: $(STAMP) $(SGLANG_STAMP)  ## the engine contract and a run on the real SGLang, without a GPU
 	GYRE_ENGINE=sglang GYRE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(PY) -m pytest -n0 -v --timeout 900 \
-	  tests/engine/test_contract.py tests/engine/test_sglang.py tests/trainer/test_transformers.py $(TEST_ARGS)
+	  tests/engine/test_contract.py tests/engine/test_sglang.py tests/engine/test_sglang_experts.py tests/trainer/test_transformers.py \
+	  $(TEST_ARGS)
 
 test-gpu: $(STAMP)          ## what only a GPU can show, in ten minutes; skipped, with the reason, where there is none
 	$(PY) -m pytest -n0 -v -rs tests/gpu $(TEST_ARGS)

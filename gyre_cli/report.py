@@ -54,6 +54,7 @@ def gather(
         "clip_fraction": mean_of(steps, "clip_fraction"),
         "clip_fraction_d0": mean_of(steps, "clip_fraction_d0"),
         "logprob_gap": mean_of(steps, "logprob_gap"),
+        "replayed_share": mean_of(steps, "replayed_share"),
         "context_mismatches": total_of(steps, "context_mismatches"),
         "weights_sum_min": min((s["weights_sum"] for s in steps if "weights_sum" in s), default=None),
         "weights_sum_max": max((s["weights_sum"] for s in steps if "weights_sum" in s), default=None),

@@ -70,11 +70,15 @@ def check(config: Config, *, here: bool = True) -> None:
         raise ConfigError('tasks.harness is not set: the command that runs your agent, such as ["python3", "agent.py"]')
     if here:
         check_address(own_address(config.cluster.bind))
+    from celld.sglang.launch import check_model
     from celld.trainer.layout import check_layout
     from gyre_exec.tasks import check as check_tasks
 
-    check_layout(config.trainer, json.loads((Path(config.model.path) / "config.json").read_text()))
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    check_layout(config.trainer, model)
     shape_of(config)
+    if config.engine.kind == "sglang":
+        check_model(model)
     paths = [Path(p) for p in (config.tasks.train, config.tasks.heldout) if p]
     problems = check_tasks(paths)
     if problems:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gyre_base.config import ConfigError
+from gyre_base.routing import RoutingShape
+
 PINNED = "0.5.23"
 PAGE_TOKENS = 16  # only whole pages move to another engine: at most 15 tokens and the last one are computed again
 CPU_SHIM = Path(__file__).parent / "cpu"
@@ -120,6 +123,23 @@ class SGLangSettings:
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(self.options(), file, indent=1)
+
+
+def check_model(model: Mapping[str, Any]) -> None:
+    """`model` is its config.json. Raises ConfigError for one that this SGLang would serve as another: of a qwen3_moe it
+    reads experts in every layer and an output matrix, and what is not there is noise, or zero.
+    """
+    if model.get("model_type") != "qwen3_moe":
+        return
+    if not all(RoutingShape.of(model).sparse):
+        raise ConfigError(
+            f"SGLang {PINNED} takes every layer of a qwen3_moe for one with experts: it can't serve a model with "
+            "mlp_only_layers or a decoder_sparse_step above 1"
+        )
+    if model.get("tie_word_embeddings"):
+        raise ConfigError(
+            f"SGLang {PINNED} can't serve a qwen3_moe with tie_word_embeddings: it reads no output matrix"
+        )
 
 
 def command(python: str, settings_file: Path) -> list[str]:

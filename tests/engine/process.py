@@ -63,7 +63,7 @@ class EngineProcess:
 
 
 @contextmanager
-def sglang_pair(python: str, model: Path, folder: Path) -> Iterator[tuple[str, str]]:
+def sglang_pair(python: str, model: Path, folder: Path, *, routed_experts: bool = False) -> Iterator[tuple[str, str]]:
     """Base URLs of two real engines on this CPU that share one KV store. Logs stay in `folder`."""
     store = folder / "kv"
     store.mkdir()
@@ -81,6 +81,7 @@ def sglang_pair(python: str, model: Path, folder: Path) -> Iterator[tuple[str, s
                 context_length=1024,
                 device="cpu",
                 kv_store=store,
+                routed_experts=routed_experts,
             )
             settings.write(folder / f"engine{number}.yaml")
             with open(folder / f"engine{number}.log", "wb") as log:

@@ -1,0 +1,157 @@
+"""Experts that two real engines chose for a call that moved, recorded by proxyd and replayed by the trainer:
+`make test-sglang`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from celld.engine_client import EngineClient
+from celld.sglang.launch import check_model
+from celld.tiny.model import TinyConfig, TinyQwen3
+from celld.weights import hf_files, write_directory
+from gyre_base import messages as m
+from gyre_base.microstep import PackedExecution
+from gyre_base.routing import NAME, RoutingShape, known
+from gyre_base.runfile import Call
+from tests.engine.process import sglang_pair
+from tests.proxyd.fakes import World
+from tests.proxyd.tokens import write_tokenizer
+from tests.trainer import experts
+from tests.trainer.conftest import unlike_norms
+from trajtools.choose import Rules, choose
+from trajtools.forest import Forest
+from trajtools.pack import pack
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("GYRE_ENGINE") != "sglang", reason="needs real engines: make test-sglang"),
+    pytest.mark.timeout(900),
+]
+SHAPE = TinyConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=3, head_dim=16, initializer_range=0.12
+)
+USER = {"role": "user", "content": " ".join(f"Module {n} reads f{n}.md." for n in range(30))}  # enough for the store
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random mixture with a tokenizer, of the kind that this SGLang can serve (`check_model`)."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    twin = TinyQwen3(SHAPE)
+    for layer in twin.model.layers:
+        layer.mlp = experts.Experts(SHAPE, normalised=True)
+    arrays = {name: tensor.detach().numpy() for name, tensor in unlike_norms(twin.initialise(5)).state_dict().items()}
+    scale = 0.2 / arrays["model.embed_tokens.weight"].std()
+    arrays["lm_head.weight"] = np.roll(arrays["model.embed_tokens.weight"], 7, axis=0) * scale
+    config = experts.config_of(shape=SHAPE) | {"mlp_only_layers": [], "tie_word_embeddings": False}
+    check_model(config)
+    write_directory(folder, hf_files(arrays, config))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def urls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    python = os.environ["GYRE_SGLANG_PYTHON"]
+    with sglang_pair(python, model, tmp_path_factory.mktemp("sglang"), routed_experts=True) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def shape(model: Path) -> RoutingShape:
+    return RoutingShape.of(json.loads((model / "config.json").read_text()))
+
+
+async def test_the_probe_asks_for_rows_of_this_model(urls: tuple[str, str], shape: RoutingShape) -> None:
+    async with EngineClient(urls[0]) as client:
+        await client.probe(token_id=5, need_release=False, routing=shape)
+        other = dataclasses.replace(shape, chosen=3)
+        with pytest.raises(Exception, match="not those of this model"):
+            await client.probe(token_id=5, need_release=False, routing=other)
+
+
+async def moved_call(world: World, urls: tuple[str, str]) -> Call:
+    """One that the second engine goes on with, from the store of keys and values of the first."""
+    first, second = (SimpleNamespace(name=n, url=u, version="0.0") for n, u in zip("ab", urls, strict=True))
+    await world.session.close()
+    world.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=400))
+    for attempt in range(20):
+        name = f"x{attempt}"
+        await world.cellctl.open(name)
+        await world.cellctl.serve(first, second, away=("b",))
+        asked = asyncio.create_task(world.chat_call(name, [USER], "c1"))
+        async with EngineClient(urls[0]) as engine:
+            while not asked.done() and not (await engine.loads()).running:  # noqa: ASYNC110 - in another process
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        await world.cellctl.serve(first, second, away=("a",))
+        await world.cellctl.say(m.DrainCell(cell="a", epoch=attempt))
+        status, body, _ = await asked
+        assert status == 200, body
+        call = world.calls(name)["c1"]
+        _, read = call.extra["capture"].get("resent", (0, 0))
+        if read > 0 and len(call.spans) == 2 and len(call.completion_ids) > 40:
+            return call
+    raise AssertionError("no call was moved in its middle and found its prefix in the store")
+
+
+async def test_what_two_engines_chose_is_what_the_trainer_chooses_and_replays(
+    model: Path, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    setting = {"kind": "sglang", "routed_experts": True, "context_length": 1000}
+    async with World(
+        tmp_path / "run", model, engine=setting, model={"path": str(model)}, rollout={"max_new_tokens": 100}
+    ) as world:
+        call = await moved_call(world, urls)
+    rows = call.arrays[NAME]
+    print("spans", call.spans, "resent, read", call.extra["capture"]["resent"])
+    assert rows.shape == (len(call.completion_ids), 3, 2) and known(rows).all()
+    assert "unrouted" not in call.extra["capture"]
+    packed = packed_of(call)
+    assert packed.replayed().sum() == len(call.completion_ids)
+    own, gap = chosen_and_gap(model, dataclasses.replace(packed, routing=None))
+    _, replayed_gap = chosen_and_gap(model, packed)
+    at = len(call.prompt_ids) - 1 + np.arange(len(rows))
+    same = (np.sort(rows, axis=2) == np.sort(own[at], axis=2)).all(axis=2)
+    print(f"same rows {same.mean():.4f}, logprob gap {gap:.3g}, with replay {replayed_gap:.3g}")
+    assert same.mean() >= 0.98
+    assert replayed_gap <= gap + 1e-6
+    assert replayed_gap <= 1e-3
+
+
+def packed_of(call: Call) -> PackedExecution:
+    forest = Forest(call.exec)
+    forest.insert(call)
+    return pack(choose(forest, Rules(unlabelled=True)))
+
+
+def chosen_and_gap(model: Path, packed: PackedExecution) -> tuple[np.ndarray, float]:
+    """(experts [T, L, K] that the trainer sends each token to, mean distance to the recorded log-probabilities)."""
+    from celld.trainer import cpu, loss, tree
+    from celld.trainer.model import Policy, read_config, read_tensors
+
+    cpu.start_parallel()
+    policy = Policy(read_config(model))
+    policy.load(read_tensors(model))
+    chosen = np.zeros((len(packed), 3, 2), np.int64)
+    for router in (module for module in policy.module.modules() if hasattr(module, "router_replay")):
+
+        def hook(_: torch.nn.Module, __: object, out: tuple[torch.Tensor, torch.Tensor], layer: int) -> None:
+            chosen[:, layer] = out[1].nonzero()[:, 1].reshape(-1, 2).numpy()
+
+        layer = router.layer_number - 1
+        router.register_forward_hook(lambda a, b, out, layer=layer: hook(a, b, out, layer))
+    goal = loss.targets([packed], 0)
+    with torch.no_grad():
+        logp, _ = policy.logprobs(tree.plan([packed]), goal.rows_N, goal.tokens_N, 1.0)
+    return chosen, float((logp - goal.behaviour_N).abs().mean())
