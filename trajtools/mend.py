@@ -58,7 +58,7 @@ def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
     for _ in reader.records():
         pass
     report = reader.report
-    if (report.bad and not report.records and not report.unknown_kinds) or _in_blocks(source):
+    if (report.bad and not report.records and not report.unknown_kinds) or in_blocks(source):
         raise NotARunFile(
             f"{source.name} holds no line of a run file and is no call log; other records and compressed run files are "
             "read by `trajtools convert`"
@@ -87,7 +87,8 @@ def repair(source: Path, out: Path, side: Path | None = None) -> Mended:
     )
 
 
-def _in_blocks(source: Path) -> bool:
+def in_blocks(source: Path) -> bool:
+    """Whether it is a compressed run file, of which nothing can be cut out and to which nothing can be appended."""
     with source.open("rb") as file:
         first = next(iter(Frames(file)), None) if is_framed(file) else None
         return first is not None and first.kind == BLOCK

@@ -15,9 +15,12 @@ from typing import Any
 
 import orjson
 
-from gyre_base.runfile import Reward, encode, repair_tail
+from gyre_base.runcodec import to_line
+from gyre_base.runfile import Reward, encode, record_frame, repair_tail
+from gyre_base.runframes import is_framed
 from gyre_base.vocabulary import Outcome
 from trajtools.load import load
+from trajtools.mend import in_blocks
 
 
 class BadReward(ValueError):
@@ -85,8 +88,8 @@ def reward(given: Mapping[str, Any], where: str) -> Reward:
 
 
 def attach(source: Path, rewards: Iterable[Reward], out: Path) -> Scored:
-    """Copy a run file and append the rewards. Raises BadReward for a form that can't be appended to."""
-    if source.suffix == ".gtr" or source.is_dir():
+    """Copy a run file, lines or a call log, and append the rewards. Raises BadReward for what can't be appended to."""
+    if source.is_dir() or in_blocks(source):
         raise BadReward(f"{source.name} can't be appended to: `trajtools convert` it to a .jsonl run file first")
     recording = load(source)
     if recording.format != "gyre.run":
@@ -96,9 +99,11 @@ def attach(source: Path, rewards: Iterable[Reward], out: Path) -> Scored:
     part = out.with_name(out.name + ".part")
     shutil.copyfile(source, part)
     repair_tail(part)
-    with part.open("ab") as file:
+    with part.open("rb+") as file:
+        form = record_frame if is_framed(file) else to_line
+        file.seek(0, 2)
         for one in known:
-            file.write(encode(one))
+            file.write(encode(one, form))
     part.replace(out)
     had = {name for name, e in recording.executions.items() if e.reward is not None}
     now = had | {r.exec for r in known}

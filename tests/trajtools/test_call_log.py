@@ -114,8 +114,12 @@ def test_a_life_that_wrote_nothing_is_no_trouble(size, calls):
     assert done.exit_code == 0 and done.stdout.startswith("1 execution, 6 calls")
 
 
-def test_frames_cannot_take_a_score_and_say_what_can(calls, tmp_path):
-    done = run("score", calls, "-o", tmp_path / "scored.gtr", "--set", "e=1")
+def test_a_torn_log_takes_a_score_behind_its_whole_frames(calls, tmp_path):
+    whole = calls.read_bytes()
+    calls.write_bytes(whole + framed(Note(text="torn"))[:-1])
+    assert run("score", calls, "-o", tmp_path / "scored.gtr", "--set", "e=0.5").exit_code == 0
+    assert (tmp_path / "scored.gtr").read_bytes().startswith(whole)
+    assert load(tmp_path / "scored.gtr").executions["e"].reward.value == 0.5
+    run("convert", calls, "-o", tmp_path / "blocks.gtr")
+    done = run("score", tmp_path / "blocks.gtr", "-o", tmp_path / "x.gtr", "--set", "e=1")
     assert done.exit_code == 2 and "trajtools convert" in done.stderr
-    run("convert", calls, "-o", tmp_path / "run.jsonl")
-    assert run("score", tmp_path / "run.jsonl", "-o", tmp_path / "scored.jsonl", "--set", "e=1").exit_code == 0
