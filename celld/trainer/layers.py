@@ -9,10 +9,12 @@ thus free of gradients; from its log-probabilities follow s and the coefficients
 computes one layer at a time again, attention row by row, the rest of the layer (norm and MLP or experts) in pieces of
 `piece_tokens`, and the log-probabilities in pieces of `LOGIT_ELEMENTS` (`celld.trainer.model`).
 
-Bytes above weights and gradients, in fp32, for T tokens, width D, L layers, Q = heads x head size, K the same of keys:
+Bytes above weights and gradients, in fp32 (in bf16 half, but for masks and scores), for T tokens, width D, L layers,
+Q = heads x head size, K the same of keys:
     4 T (2 L D  +  about 16 (D + Q + 2 K))    kept, and one layer's attention in hand (16: measured)
     + 4 P (D + 6 F)                           one piece of P tokens, F the width of its MLP
     + one mask and one row of scores (`celld.trainer.tree`), + four times 4 * LOGIT_ELEMENTS
+    + 4 W 2 K, with gradients twice           one layer's keys and values of all W tokens, where ranks share them
 So what is kept grows with T alone, never with T^2 or T V (docs/trainer.md has a measurement of the peak). Pieces with
 keys and values kept across them (and their gradients summed from the last piece to the first) would need as much: 4 T L
 4K, where 2K is D in Qwen3; this is the same memory with no gradient of our own. Time: about a third more, attention two
@@ -22,6 +24,7 @@ thirds and more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,9 +170,15 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     for layer in spec.layer_specs:
         layer.module = Layer
         layer.submodules.self_attention.submodules.core_attention = TreeAttention
-        if hasattr(layer.submodules.mlp.submodules, "router"):
-            layer.submodules.mlp.submodules.router = Router
+        inside = _submodules(layer.submodules.mlp)
+        if hasattr(inside, "router"):
+            inside.router = Router
     return spec
+
+
+def _submodules(mlp: Any) -> Any:
+    """Of an MLP's spec, which is a ModuleSpec in megatron 0.16 and a partial in 0.19."""
+    return mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
 
 
 def share(model: torch.nn.Module) -> Pass:
