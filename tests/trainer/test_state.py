@@ -37,7 +37,7 @@ def test_any_flipped_part_of_a_snapshot_shows(reference):
     assert weights.Snapshot.received(good).tensors().keys() == reference.state_dict().keys()
     payload = bytearray(good.payload)
     payload[100] ^= 1
-    layout = (("renamed", good.layout[0][1]), *good.layout[1:])
+    layout = (("renamed", *good.layout[0][1:]), *good.layout[1:])
     for change in (
         {"payload": bytes(payload)},
         {"payload": good.payload[:-4]},
