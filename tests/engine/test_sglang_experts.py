@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from gyre_base.runfile import Call
 from tests.engine.process import sglang_pair
 from tests.proxyd.fakes import World
 from tests.proxyd.tokens import write_tokenizer
+from tests.system.running import EXAMPLE, RAMBLING, Run, changed, rambling_task
 from tests.trainer import experts
 from tests.trainer.conftest import unlike_norms
 from trajtools.choose import Rules, choose
@@ -43,19 +45,23 @@ SHAPE = TinyConfig(
 USER = {"role": "user", "content": " ".join(f"Module {n} reads f{n}.md." for n in range(30))}  # enough for the store
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random mixture with a tokenizer, of the kind that this SGLang can serve (`check_model`)."""
-    folder = tmp_path_factory.mktemp("experts") / "model"
-    twin = TinyQwen3(SHAPE)
+def make_mixture(folder: Path, shape: TinyConfig, spread: float) -> None:
+    """Random, of the kind that this SGLang can serve (`check_model`). `spread` of its scores."""
+    twin = TinyQwen3(shape)
     for layer in twin.model.layers:
-        layer.mlp = experts.Experts(SHAPE, normalised=True)
+        layer.mlp = experts.Experts(shape, normalised=True)
     arrays = {name: tensor.detach().numpy() for name, tensor in unlike_norms(twin.initialise(5)).state_dict().items()}
-    scale = 0.2 / arrays["model.embed_tokens.weight"].std()
-    arrays["lm_head.weight"] = np.roll(arrays["model.embed_tokens.weight"], 7, axis=0) * scale
-    config = experts.config_of(shape=SHAPE) | {"mlp_only_layers": [], "tie_word_embeddings": False}
+    embedding = arrays["model.embed_tokens.weight"]
+    arrays["lm_head.weight"] = np.roll(embedding, 7, axis=0) * (spread / embedding.std())
+    config = experts.config_of(shape=shape) | {"mlp_only_layers": [], "tie_word_embeddings": False}
     check_model(config)
     write_directory(folder, hf_files(arrays, config))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    make_mixture(folder, SHAPE, 0.2)
     write_tokenizer(folder)
     return folder
 
@@ -155,3 +161,27 @@ def chosen_and_gap(model: Path, packed: PackedExecution) -> tuple[np.ndarray, fl
     with torch.no_grad():
         logp, _ = policy.logprobs(tree.plan([packed]), goal.rows_N, goal.tokens_N, 1.0)
     return chosen, float((logp - goal.behaviour_N).abs().mean())
+
+
+def test_a_run_replays_the_experts_of_all_that_it_trains(tmp_path: Path) -> None:
+    """All daemons, two cells that turn, real engines, real ranks: nothing is lost where nothing dies."""
+    model = tmp_path / "model"
+    make_mixture(model, dataclasses.replace(SHAPE, vocab_size=992, eos_token_id=2), 0.04)
+    for file in (EXAMPLE / "tokenizer").iterdir():
+        shutil.copy(file, model)
+    setting = changed(RAMBLING, cluster__cells=2, engine__kind="sglang", engine__device="cpu", engine__kv_store=True)
+    setting["engine"] |= {"python": os.environ["GYRE_SGLANG_PYTHON"], "routed_experts": True}
+    setting["cluster"]["peer_timeout_s"] = 60.0
+    setting["rollout"]["max_new_tokens"] = 64
+    setting["scheduler"]["steps"] = 2
+    with Run(tmp_path, model, setting) as run:
+        tasks = [rambling_task(f"train-{i}", turns=(1, 4)[i % 2]) for i in range(4)]  # the long ones are left when
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))  # a cell turns
+        summary = run.start().finish(800)
+        steps = [entry["metrics"] for entry in run.journal("cellctl") if entry["tag"] == "step.done"]
+        assert not run.left()
+    print("moved", summary["calls_moved"], [(step["replayed_share"], step["logprob_gap"]) for step in steps])
+    assert summary["steps"] == len(steps) == 2
+    assert summary["calls_moved"] > 0
+    assert summary["replayed_share"] == 1.0
+    assert steps[0]["logprob_gap"] <= 1e-4
