@@ -75,12 +75,16 @@ class Balance:
         room = [e for e in usable if not self.full(e, in_flight)]
         if not room:
             return None, False
+        at_home = next((e for e in usable if e.cell == home), None) if home else None
+        if at_home is None and len(room) == 1:
+            return room[0], True
+        if at_home is not None and at_home in room and self.load(at_home, in_flight, now) <= FAR:
+            return at_home, False  # no other can be far less busy
         loads = {e.cell: self.load(e, in_flight, now) for e in usable}
         if leaving:
             best = min(room, key=lambda e: (loads[e.cell] >= 1.0, -e.order if loads[e.cell] < 1.0 else loads[e.cell]))
         else:
             best = min(room, key=lambda e: (loads[e.cell], _draw(execution, e.cell)))
-        at_home = next((e for e in usable if e.cell == home), None)
         if at_home is None:
             return best, True
         if loads[home] - loads[best.cell] <= FAR:

@@ -63,7 +63,7 @@ class Hints:
 NO_HINTS = Hints()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """What a dialect made of a body. `unknown` names fields that were kept aside, never refused."""
 
@@ -85,7 +85,7 @@ def without_history(request: Request) -> Request:
     return Request(_NO_HISTORY, r.max_tokens, r.stream, r.include_usage, r.model, r.shows_reasoning, r.unknown)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """A finished answer, before a dialect words it. `finish`: stop, length or tool_calls."""
 
@@ -121,6 +121,9 @@ def mark_of(call: str) -> str:
 
 def digest(*parts: bytes) -> bytes:
     """16 bytes over the parts and their borders. Stable between processes: it is written to the call log."""
+    if len(parts) == 2:  # most are
+        one, two = parts
+        return xxhash.xxh3_128_digest(_LENGTH(len(one)) + one + _LENGTH(len(two)) + two)
     framed: list[bytes] = []
     for part in parts:
         framed += (_LENGTH(len(part)), part)

@@ -23,7 +23,7 @@ MAX_CHUNK = 1 << 30  # with the experts of every token and layer the last one is
 LONG_CHUNK = 1 << 18  # pieces of a longer one are joined once, at its end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ended:
     """Why a stream ended. `how` as in SubmissionEnded."""
 

@@ -19,7 +19,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SHAPE = re.compile(r'\s*\{\s*"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"arguments"\s*:\s*(.*)\}\s*', re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
     """What a completion says. `ill_formed` counts calls that stayed text, `reasoning_tokens` the ids of thinking."""
 

@@ -44,7 +44,7 @@ class Known:
     start: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A request, perhaps without the messages that a known one has already told (`since` is its start)."""
 

@@ -7,13 +7,14 @@ text): `start` = digest of the request, `asked`, `root`, `waited_s`, `moved`, `p
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from gyre_base.routing import NAME, RoutingShape, known
-from gyre_base.runfile import Call, Note, Record, Sampling, Span, context_digest
+from gyre_base.runfile import Call, Logprobs, Note, Record, Sampling, Span, context_digest
 from proxyd.capture import Forest, Node, Plan
 from proxyd.chat import ChatModel, Piece
 from proxyd.labels import Relabel, Root, label_of
@@ -33,7 +34,7 @@ class Progress:
     routed: list[tuple[int, int, str]] = field(default_factory=list)  # submissions: first token, tokens, their experts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Facts:
     """The circumstances of a finished call."""
 
@@ -98,10 +99,17 @@ def call_record(
         context=context_digest(prompt),
         prompt_ids=prompt,
         completion_ids=np.frombuffer(completion.ids, np.int32),
-        logprobs=np.array(progress.logprobs, np.float32),
+        logprobs=_floats32(progress.logprobs),
         arrays=arrays,
         extra={"capture": capture},
     )
+
+
+def _floats32(values: list[float]) -> Logprobs:
+    try:
+        return np.frombuffer(struct.pack(f"{len(values)}f", *values), np.float32)  # several times faster than numpy's
+    except (OverflowError, struct.error):  # a number that float32 has none for
+        return np.array(values, np.float32)
 
 
 def relabel_note(execution: str, relabel: Relabel) -> Note:

@@ -38,7 +38,7 @@ class Request:
     keep_alive: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Response:
     """A whole answer, or one that goes out in `parts`, each an HTTP chunk. `last` ends the connection after it."""
 

@@ -39,7 +39,7 @@ class Failure:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Written:
     """A whole HTTP answer."""
 

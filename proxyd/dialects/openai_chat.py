@@ -178,7 +178,8 @@ class _Chunks:
 
     def __init__(self, reply: Reply, include_usage: bool) -> None:
         self._head = _head(reply, "chat.completion.chunk")
-        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._begin = b'data: %b,"choices":[{"index":0,"delta":' % orjson.dumps(self._head)[:-1]
+        self._include_usage = include_usage
         self._told = Told()
         self._begun = False
 
@@ -197,13 +198,15 @@ class _Chunks:
         calls = enumerate(reply.calls)
         out += [self._delta({"tool_calls": [{"index": place, **_call(call)}]}) for place, call in calls]
         out.append(self._delta({}, reply.finish))
-        if self._usage:
+        if self._include_usage:
             out.append(_data({**self._head, "choices": [], "usage": _usage(reply)}))
         return b"".join(out) + b"data: [DONE]\n\n"
 
     def _delta(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
-        choices = [{"index": 0, "delta": delta, "finish_reason": finish}]
-        return _data({**self._head, "choices": choices, **self._usage})
+        """All chunks of an answer begin alike: that part is written once."""
+        usage = b',"usage":null' if self._include_usage else b""
+        said = orjson.dumps(delta), orjson.dumps(finish)
+        return b'%b%b,"finish_reason":%b}]%b}\n\n' % (self._begin, *said, usage)
 
 
 def _data(chunk: dict[str, Any]) -> bytes:
