@@ -5,9 +5,10 @@
 NAME is a figure or a group. trees: forward and backward of C (scaled to 1/50, on the quickstart's model) tree-packed
 against each trajectory as a row, relative to what tokens and attention pairs predict; and the share of the uncapped
 time that Jmax 1 and 5 take (the paper has 41.4 and 74.8). long_run: one linear run in pieces, peak memory of 64 k
-tokens over that of 16 k (4 where it grows with the tokens, 16 with their square), and what pieces save and cost. step,
-decode: the same model and tokens in transformers, which lives in an environment of its own under DIR, made on first
-use; without DIR these figures are left out. pull:
+tokens over that of 16 k (4 where it grows with the tokens, 16 with their square), and what pieces save and cost.
+shared_tokens: one run of 16 k tokens on two ranks that share them (trainer.context_parallel), the larger one's memory
+and CPU time over those of one that has all; half is ideal. step, decode: the same model and tokens in transformers,
+which lives in an environment of its own under DIR, made on first use; without DIR these figures are left out. pull:
 256 MiB of weights by celld's default transport, checked, against one plain `sendall`, between two processes; and by
 Mooncake's TCP. switch: a tiny engine of 0.1 GB with calls in flight turns and comes back, by phase. stream: two cells,
 one three times as fast, sleeping for their computation.
@@ -109,10 +110,12 @@ def trees(_peers: Path | None) -> list[Figure]:
 
 def long_run(_peers: Path | None) -> list[Figure]:
     """Each run in a process of its own, on one thread. Minutes: attention's time grows with the square."""
-    whole, pieces = _run_of(4 << 10, 0), _run_of(4 << 10, 1 << 10)
+    from bench.celld_rig import long_run as rig
+
+    whole, pieces = rig.alone(4 << 10, 0), rig.alone(4 << 10, 1 << 10)
     if abs(pieces["norm"] - whole["norm"]) > 1e-5 * whole["norm"]:
         raise RuntimeError(f"pieces have a gradient of norm {pieces['norm']}, the whole {whole['norm']}")
-    short, long = _run_of(16 << 10, 1 << 10), _run_of(64 << 10, 1 << 10)
+    short, long = rig.alone(16 << 10, 1 << 10), rig.alone(64 << 10, 1 << 10)
     say(f"linear runs in pieces: 16 k tokens {short['bytes'] / 1e6:.0f} MB, 64 k {long['bytes'] / 1e6:.0f} MB")
     return [
         figure("long_run_memory_64k_vs_16k", [long["bytes"] / short["bytes"]], "ratio", *at_most(5)),
@@ -121,17 +124,17 @@ def long_run(_peers: Path | None) -> list[Figure]:
     ]
 
 
-def _run_of(tokens: int, piece: int) -> dict[str, float]:
-    """Large blocks go back to the system as they are freed: the figure is of what is in use. Else glibc's heap keeps
-    holes of the sizes that every row of attention has anew, and 64 k tokens peak at three times as much.
-    """
-    command = [sys.executable, "-W", "ignore", "-m", "bench.celld_rig.long_run", str(tokens), str(piece)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-500:])
-    answer: dict[str, float] = json.loads(done.stdout)
-    return answer
+def shared_tokens(_peers: Path | None) -> list[Figure]:
+    """Two ranks that share the tokens of one linear run, each against one that has all; the larger of the two."""
+    from bench.celld_rig import long_run as rig
+
+    alone, two = rig.alone(16 << 10, 0), rig.together(16 << 10, 0, ranks=2)
+    if any(abs(each["norm"] - alone["norm"]) > 1e-5 * alone["norm"] for each in two):
+        raise RuntimeError(f"two ranks have gradients of norm {[each['norm'] for each in two]}, one {alone['norm']}")
+    return [
+        figure(f"shared_tokens_{name}_2_vs_1", [max(each[key] for each in two) / alone[key]], "ratio", *at_most(0.65))
+        for name, key in (("memory", "bytes"), ("time", "cpu_s"))
+    ]
 
 
 # ---- against transformers -------------------------------------------------------------------------------------------
@@ -380,6 +383,7 @@ GROUPS: dict[Callable[[Path | None], list[Figure]], tuple[str, ...]] = {
         "fb_time_jmax5_pct",
     ),
     long_run: ("long_run_memory_64k_vs_16k", "pieces_memory_vs_whole_4k", "pieces_time_vs_whole_4k"),
+    shared_tokens: ("shared_tokens_memory_2_vs_1", "shared_tokens_time_2_vs_1"),
     step: ("step_vs_transformers",),
     pull: ("pull_vs_socket_256mib", "mooncake_pull_vs_socket_256mib", "repull_ms"),
     switch: ("switch_to_train_s", "switch_to_rollout_s", "switch_write_vs_disk"),

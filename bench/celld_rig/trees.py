@@ -15,7 +15,7 @@ import torch
 
 from bench import gen
 from celld.tiny.model import TinyConfig, TinyQwen3
-from celld.trainer import cpu, loss, tree
+from celld.trainer import context, cpu, loss, tree
 from celld.trainer.model import Policy
 from gyre_base.microstep import PackedExecution, PackedPath, chain
 from trajtools.choose import Rules, choose
@@ -114,8 +114,8 @@ def passes(rows: Sequence[PackedExecution]) -> list[list[PackedExecution]]:
 
 
 def forward_backward(policy: Policy, executions: Sequence[PackedExecution]) -> None:
-    """What a rank does with a micro-step, its plan included."""
-    plan, goal = tree.plan(executions), loss.targets(executions, 0)
+    """What a rank does with a micro-step or its part of it, its plan included."""
+    plan, goal = context.part(tree.plan(executions), policy.cp_rank, policy.cp), loss.targets(executions, 0)
     policy.zero_gradient()
     logp_N, _ = policy.logprobs(plan, goal.rows_N, goal.tokens_N, 1.0)
     loss.loss_sum(logp_N, goal, loss.LossOptions())[0].backward()  # type: ignore[no-untyped-call]
