@@ -17,7 +17,7 @@ import xxhash
 from gyre_base.runcodec import RunFileError
 
 MAGIC = b"gyre.gtr/1\n"
-BLOCK, INDEX, RECORD = 1, 2, 3
+BLOCK, INDEX, RECORD = FRAME_KINDS = 1, 2, 3
 SYNC = b"\xf7gtr"  # begins a header; no UTF-8 text holds it, so it is rare in what lies between
 _HEADER = struct.Struct("<4sIIIB")  # SYNC, stored bytes, size, checksum of the stored bytes, kind; then three of a seal
 HEADER_BYTES = _HEADER.size + 3

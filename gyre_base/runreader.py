@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from gyre_base.runblocks import Blocks
 from gyre_base.runcodec import KINDS, BadRecord, call_fields, decode, parse_object
-from gyre_base.runframes import Frame, Frames, is_framed
+from gyre_base.runframes import FRAME_KINDS, Frame, Frames, is_framed
 from gyre_base.runhistory import History, Line
 from gyre_base.runlines import HEAD_BYTES, Window
 from gyre_base.runpacked import objects
@@ -116,6 +116,8 @@ class RunReader:
         except BadRecord as error:
             self.report.bad.append(Bad(frame.start, frame.end, str(error)))
             return
+        if frame.kind not in FRAME_KINDS:
+            self.report.unknown_kinds[f"frame {frame.kind}"] += 1
         for obj in found:
             try:
                 record = self._record(obj, frame.start, frame.end)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import struct
 
+import msgpack
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajbuild import make_call, random_execution
@@ -238,6 +241,38 @@ def test_a_torn_end_is_cut_off_before_an_append_and_kept(cut, tmp_path):
     assert report.torn is None and not report.bad
     assert not lost or (tmp_path / "log.gtr.torn").read_bytes() == lost
     assert repair_tail(path) == b""
+
+
+def test_a_frame_is_what_the_page_of_the_run_file_says():
+    call = make_call("a", [7, 8], [9], [-0.5], arrays={"experts": np.array([[1, 2]], np.uint8)})
+    data = framed(call)
+    sync, stored, size, check, kind = struct.unpack("<IIIIB", data[:17])
+    assert (sync, stored, kind) == (0x727467F7, len(data) - 20, 3)
+    assert check == xxhash.xxh3_64_intdigest(data[20:]) & 0xFFFFFFFF
+    assert data[17:20] == xxhash.xxh32(data[:17]).digest()[:3]
+    obj, sizes, others = msgpack.unpackb(data[20 : 20 + size])
+    assert (obj["k"], obj["call"], sizes, others) == ("call", "a", [2, 1, 1], [["experts", "|u1", [1, 2]]])
+    assert data[20 + size :] == struct.pack("<iiifBB", 7, 8, 9, -0.5, 1, 2)
+
+
+def test_a_frame_of_a_later_kind_is_skipped_and_counted():
+    got, report = read(file_of(runframes.pack_frame(9, 0, b"later"), framed(make_call("a"))))
+    assert len(got) == 1 and not report.bad and report.unknown_kinds == {"frame 9": 1}
+
+
+def test_a_record_that_no_writer_of_ours_made_is_left_out_with_its_reason():
+    strange = [
+        b"",
+        b"\xc1",
+        msgpack.packb([]),
+        msgpack.packb([7]),
+        msgpack.packb([{"k": "call", "exec": 3}]),
+        msgpack.packb([{"k": "call", "exec": "e", "call": "x"}, [9, 9, 9]]),
+        msgpack.packb([{"a": 1}]),
+    ]
+    frames = [runframes.pack_frame(3, len(head), head) for head in strange]
+    got, report = read(file_of(*frames, runframes.pack_frame(1, 9, b"no zstd"), framed(make_call("a"))))
+    assert len(got) == 1 and len(report.bad) == len(strange) + 1 and all(bad.reason for bad in report.bad)
 
 
 def test_float32_bits_and_ids_are_those_of_the_engine():
