@@ -302,7 +302,7 @@ class Service:
         # a row is of the token before: the engine computes that one itself, whatever it found of the prompt elsewhere
         routed_from = before - 1 if self._routing is not None else None
         body = [self._engines.body(submit, b",".join(parts), asked, routed_from)]
-        ended = functools.partial(self._ended, opened, submit, sampled)
+        ended = functools.partial(self._heard_out, opened, submit, sampled)
         stream = self._engines.stream(submit.url, body, sampled, opened.heard, ended)
         opened.running = Running(submit, sampled, stream)
 
@@ -312,9 +312,15 @@ class Service:
         outcome = Ended("cut", lost=True, why="it did not end after an abort")
         asyncio.get_running_loop().call_soon(self._ended, opened, running.submit, running.sampled, outcome)
 
+    def _heard_out(self, opened: Open, submit: Submit, sampled: Sampled, outcome: Ended) -> None:
+        if opened.watchers:  # what has just come is told first
+            asyncio.get_running_loop().call_soon(self._ended, opened, submit, sampled, outcome)
+        else:
+            self._ended(opened, submit, sampled, outcome)
+
     def _ended(self, opened: Open, submit: Submit, sampled: Sampled, outcome: Ended) -> None:
-        if self._stopping:
-            return
+        if self._stopping or opened.running is None or opened.running.submit is not submit:
+            return  # it was cut in the same turn of the loop
         try:
             self._end(opened, submit, sampled, outcome)
         except Exception as error:
