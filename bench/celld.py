@@ -7,14 +7,14 @@ against each trajectory as a row, relative to what tokens and attention pairs pr
 time that Jmax 1 and 5 take (the paper has 41.4 and 74.8). long_run: one linear run in pieces, peak memory of 64 k
 tokens over that of 16 k (4 where it grows with the tokens, 16 with their square), and what pieces save and cost.
 shared_tokens: one run of 16 k tokens on two ranks that share them (trainer.context_parallel), the larger one's memory
-and CPU time over those of one that has all; half is ideal. step, decode: the same model and tokens in transformers,
-which lives in an environment of its own under DIR, made on first use; without DIR these figures are left out. pull:
-256 MiB of weights by celld's default transport, checked, against one plain `sendall`, between two processes; and by
-Mooncake's TCP. switch: a tiny engine of 0.1 GB with calls in flight turns and comes back, by phase. stream: two cells,
-one three times as fast, sleeping for their computation.
+and CPU time over those of one that has all; half is ideal. bf16: the same run of 1 k tokens in bf16 and in fp32. step,
+decode: the same model and tokens in transformers, which lives in an environment of its own under DIR, made on first
+use; without DIR these figures are left out. pull: 256 MiB of weights by celld's default transport, checked, against one
+plain `sendall`, between two processes; and by Mooncake's TCP. switch: a tiny engine of 0.1 GB with calls in flight
+turns and comes back, by phase. stream: two cells, one three times as fast, sleeping for their computation.
 
-trees, step and decode are CPU seconds of one thread, so a busy machine matters little; pull and stream are wall time,
-the sides of each ratio in turns. Exit code 1 if a target is missed.
+trees, bf16, step and decode are CPU seconds of one thread, so a busy machine matters little; pull and stream are wall
+time, the sides of each ratio in turns. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -134,6 +134,21 @@ def shared_tokens(_peers: Path | None) -> list[Figure]:
     return [
         figure(f"shared_tokens_{name}_2_vs_1", [max(each[key] for each in two) / alone[key]], "ratio", *at_most(0.65))
         for name, key in (("memory", "bytes"), ("time", "cpu_s"))
+    ]
+
+
+def bf16(_peers: Path | None) -> list[Figure]:
+    """Forward and backward of one linear run in turns, from the same weights."""
+    from bench.celld_rig import trees as rig
+
+    narrow, wide = (rig.policy_of(rig.WIDE, dtype) for dtype in ("bf16", "fp32"))
+    wide.load(narrow.hf_tensors())
+    run = [[rig.plain_row(1 << 10, vocab=rig.WIDE.vocab_size)]]
+    times = [(rig.cpu_s(narrow, run), rig.cpu_s(wide, run)) for _ in range(REPEATS + 1)][1:]
+    far = float((narrow.gradient - wide.gradient).norm() / wide.gradient.norm())
+    return [
+        figure("bf16_time_vs_fp32", [mine / theirs for mine, theirs in times], "ratio"),
+        figure("bf16_gradient_distance", [far], "ratio", *at_most(0.05)),
     ]
 
 
@@ -384,6 +399,7 @@ GROUPS: dict[Callable[[Path | None], list[Figure]], tuple[str, ...]] = {
     ),
     long_run: ("long_run_memory_64k_vs_16k", "pieces_memory_vs_whole_4k", "pieces_time_vs_whole_4k"),
     shared_tokens: ("shared_tokens_memory_2_vs_1", "shared_tokens_time_2_vs_1"),
+    bf16: ("bf16_time_vs_fp32", "bf16_gradient_distance"),
     step: ("step_vs_transformers",),
     pull: ("pull_vs_socket_256mib", "mooncake_pull_vs_socket_256mib", "repull_ms"),
     switch: ("switch_to_train_s", "switch_to_rollout_s", "switch_write_vs_disk"),

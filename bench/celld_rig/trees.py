@@ -16,6 +16,7 @@ import torch
 from bench import gen
 from celld.tiny.model import TinyConfig, TinyQwen3
 from celld.trainer import context, cpu, loss, tree
+from celld.trainer.dtypes import DTYPES
 from celld.trainer.model import Policy
 from gyre_base.microstep import PackedExecution, PackedPath, chain
 from trajtools.choose import Rules, choose
@@ -24,16 +25,25 @@ from trajtools.pack import pack
 
 SCALE = 0.02  # of C's 160 k tokens: the longest path has 3,200
 MODEL = TinyConfig()  # the quickstart's: 2 layers of width 128, 0.5 M parameters
+WIDE = TinyConfig(  # products large enough that what numbers they are of matters
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+)
 PASS_TOKENS = 12_000  # flattened rows go through the model in passes of about this size
 PLAIN_LENGTHS = (200, 800, 3200)
 TRAINABLE_EVERY = 4  # of plain rows; shape C has about as many targets per token
 
 
-def policy_of(model: TinyConfig) -> Policy:
+def policy_of(model: TinyConfig, dtype: str = "fp32") -> Policy:
     """A random policy on one thread."""
     torch.set_num_threads(1)
     cpu.start_parallel()
-    policy = Policy(model.to_hf())
+    policy = Policy(model.to_hf(), dtype=DTYPES[dtype])
     policy.load(dict(TinyQwen3(model).initialise(0).state_dict()))
     return policy
 
