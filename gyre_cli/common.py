@@ -75,7 +75,10 @@ def guarded(function: F) -> F:
             code = remote.again_inside(run_root(kwargs.get("run_dir"))) if "run_dir" in kwargs else None
             if code is not None:
                 sys.exit(code)
-            fail(str(error), NO_ANSWER)
+            from gyre_cli import listing
+
+            left = listing.what_is_left(Path(run_root(kwargs["run_dir"]))) if "run_dir" in kwargs else ""
+            fail(f"{error}; {left}" if left else str(error), NO_ANSWER)
         except OSError as error:
             if not is_about_given(error, kwargs.values()):
                 raise  # a fault of the machine or of ours: its story is needed

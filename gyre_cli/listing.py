@@ -83,6 +83,17 @@ def state(run: Path, job: slurm.Job | None) -> str:
     return "running" if supervised(run / "lives" / "supervisor.lock") else "stopped"
 
 
+def what_is_left(run: Path) -> str:
+    """Why none of its daemons answers, and what to do; "" while somebody works on it."""
+    now = state(run, None)
+    if now == "done":
+        return f"the run is done: gyre report --run {run}"
+    if now == "stopped":
+        found = row(run, None)
+        return f"nobody supervises this run, it is at step {found['step']}: what started it goes on with it"
+    return ""
+
+
 def how_it_ended(noted: str) -> str:
     end = slurm.end_of(noted) if noted and slurm.here() else ""
     if end == "COMPLETED":  # and the run is not done: nothing else ends a job of ours with 0

@@ -159,7 +159,12 @@ def test_a_daemon_that_was_killed_does_not_answer(tmp_path):
     with subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
         until(lambda: RunDir(root).endpoint("cellctl") is not None)
         process.kill()
-    complains(say("gyre", "status", "--run", str(root)), NO_ANSWER, "cellctl does not answer")
+    stopped = ("cellctl does not answer", "nobody supervises this run, it is at step 0/")
+    complains(say("gyre", "status", "--run", str(root)), NO_ANSWER, *stopped)
+    (root / "summary.json").write_text("{}")
+    complains(
+        say("cellctl", "status", "--run", str(root)), NO_ANSWER, "does not answer", "the run is done: gyre report"
+    )
 
 
 @pytest.mark.parametrize("name", ["cellctl", "trajd"])
