@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.spec_utils import ModuleSpec
 
+from celld.trainer import layers, tree
 from celld.trainer import loss as losses
-from celld.trainer import tree
 from celld.trainer.mapping import ModelError, Shape
 from celld.trainer.model import Policy
 from tests.trainer import experts
@@ -68,6 +71,13 @@ def test_packed_loss_and_gradients_equal_the_flattened_form(pair, seed, executio
     flat.backward()
     torch.testing.assert_close(packed.detach(), flat.detach(), rtol=1e-5, atol=1e-5)
     assert_same_gradient(mine, twin)
+
+
+def test_the_inside_of_an_mlps_spec_is_found_in_every_megatron():
+    inside = object()
+    assert layers._submodules(ModuleSpec(module=object, submodules=inside)) is inside  # 0.16
+    assert layers._submodules(partial(object, submodules=inside)) is inside  # 0.19
+    assert layers._submodules(partial(object)) is None
 
 
 def test_which_layers_have_experts_follows_transformers():
