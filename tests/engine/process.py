@@ -63,8 +63,12 @@ class EngineProcess:
 
 
 @contextmanager
-def sglang_pair(python: str, model: Path, folder: Path, *, routed_experts: bool = False) -> Iterator[tuple[str, str]]:
-    """Base URLs of two real engines on this CPU that share one KV store. Logs stay in `folder`."""
+def sglang_pair(
+    python: str, model: Path, folder: Path, *, routed_experts: bool = False, **extra: str
+) -> Iterator[tuple[str, str]]:
+    """Base URLs of two real engines on this CPU that share one KV store; `extra` are options of SGLang. Logs stay in
+    `folder`.
+    """
     store = folder / "kv"
     store.mkdir()
     started: list[subprocess.Popen[bytes]] = []
@@ -82,6 +86,7 @@ def sglang_pair(python: str, model: Path, folder: Path, *, routed_experts: bool 
                 device="cpu",
                 kv_store=store,
                 routed_experts=routed_experts,
+                extra=extra,
             )
             settings.write(folder / f"engine{number}.yaml")
             with open(folder / f"engine{number}.log", "wb") as log:
