@@ -29,6 +29,9 @@ IN_RAM = {  # whatever the tensors lie in
     "rank: process",
     "engine: process",
     "agent: snapshot",
+    "rank: gradient sum",
+    "rank: pending micro-step",
+    "rank: sums of a step",
     "rank: published snapshots",
     "rank: pulled snapshot",
     "rank: checkpoint copy",
@@ -151,6 +154,9 @@ def need(role: Role, config: Config, sizes: Sizes, *, core: bool) -> dict[str, i
         parts["rank: pulled snapshot"] = weights
     if role is Role.TRAIN:
         parts["rank: gradient sum"] = held
+        parts["rank: pending micro-step"] = held  # computed, and not yet in the sum
+        if core:  # what it adds up, and of two satellites the bytes and the tensor
+            parts["rank: sums of a step"] = held * (1 + 2 * min(2, config.cluster.cells - 1))
         parts["rank: activations"] = int(config.trainer.activation_gib * GIB) or activations(config, sizes)
         parts["engine: keys and values for others"] = _shared_kv(config)
     else:

@@ -1,8 +1,8 @@
 """How the core gets the gradient sums of a batch: each of its ranks pulls from the same rank of each satellite, checks.
 
-Owns the questions to satellites. Never adds, never speaks to trajd. Invariant: a `Computed` that
-comes out holds exactly the micro-steps that were asked for, of the same part of the model. With `bulk` the bytes are
-read from a slot of the satellite, and over the bus if that fails.
+Owns the questions to satellites. Never adds, never speaks to trajd. Invariants: a `Computed` that comes out holds
+exactly the micro-steps that were asked for, of the same part of the model; however many cells there are, the sums of
+`AT_ONCE` are in memory. With `bulk` the bytes are read from a slot of the satellite, and over the bus if that fails.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
 
-from celld.trainer.gradients import BatchSum, Computed, ContributionDamaged, received
+from celld.trainer.gradients import BatchSum, Computed, ContributionDamaged, held, received
 from celld.trainer.rank import endpoint_of
 from celld.transfer.bulk import Bulk
 from celld.transfer.engine import TransferFailed
@@ -23,6 +24,7 @@ from gyre_base.messages import Contribution, GradientSum, PullGradient, Refused
 from gyre_base.rundir import RunDir
 
 log = logging.getLogger(__name__)
+AT_ONCE = 2  # one is added while the next one comes: a sum is as large as the model in fp32
 TURN_S = 2.0  # between two looks at the endpoint of a silent satellite
 
 
@@ -43,16 +45,27 @@ class GradientExchange:
         self._run, self._size, self._patience_s, self._bulk, self._rank = run, size, patience_s, bulk, rank
         self._clients = {cell: Client(run, keys, endpoint_of(cell, rank)) for cell in cells}
 
-    async def pull(self, batch: int, parts: Sequence[Contribution], own: BatchSum | None) -> list[Computed | None]:
+    async def pull(
+        self, batch: int, parts: Sequence[Contribution], own: BatchSum | None
+    ) -> AsyncGenerator[Computed | None, None]:
         """The sum of each contribution, in their order; None where it can't be had. The core's own has no client."""
-        return await asyncio.gather(*(self._one(batch, part, own) for part in parts))
+        coming: deque[asyncio.Task[Computed | None]] = deque()
+        try:
+            for part in parts:
+                coming.append(asyncio.create_task(self._one(batch, part, own)))
+                if len(coming) == AT_ONCE:
+                    yield await coming.popleft()
+            while coming:
+                yield await coming.popleft()
+        finally:
+            for task in coming:
+                task.cancel()
 
     async def _one(self, batch: int, part: Contribution, own: BatchSum | None) -> Computed | None:
         try:
-            if part.cell in self._clients:
-                message = await self._ask(batch, part)
-            else:
-                message = own.message() if own is not None else Refused(why="this rank has no sum")
+            if part.cell not in self._clients:
+                return held(own, batch, part.ids)
+            message = await self._ask(batch, part)
             if isinstance(message, Refused):
                 raise ContributionDamaged(message.why)
             return received(message, batch, part.ids, self._size)

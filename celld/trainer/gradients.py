@@ -70,16 +70,26 @@ class BatchSum:
         )
 
 
+def held(own: BatchSum | None, batch: int, ids: Iterable[str]) -> Computed:
+    """The core's own sum, not copied, checked as a peer's. Raises ContributionDamaged."""
+    if own is None:
+        raise ContributionDamaged("this rank has no sum")
+    _check_ids(own, batch, ids)
+    return Computed(own.flat, own.weight_sum, own.stats)
+
+
 def received(message: GradientSum, batch: int, ids: Iterable[str], size: int) -> Computed:
     """A peer's sum, checked against what trajd says it contains. Raises ContributionDamaged."""
-    if message.batch != batch or sorted(message.ids) != sorted(ids):
-        raise ContributionDamaged(
-            f"holds {len(message.ids)} micro-steps of batch {message.batch}, others were expected"
-        )
+    _check_ids(message, batch, ids)
     if len(message.payload) != 4 * size or xxhash.xxh3_128_hexdigest(message.payload) != message.digest:
         raise ContributionDamaged("its bytes are not those that were sent")
     flat = torch.from_numpy(np.frombuffer(message.payload, dtype="<f4").copy())
     return Computed(flat, message.weight_sum, message.stats)
+
+
+def _check_ids(its: BatchSum | GradientSum, batch: int, ids: Iterable[str]) -> None:
+    if its.batch != batch or sorted(its.ids) != sorted(ids):
+        raise ContributionDamaged(f"holds {len(its.ids)} micro-steps of batch {its.batch}, others were expected")
 
 
 def counts(step: MicroStep, computed: Sequence[PackedExecution], base_step: int) -> dict[str, float]:

@@ -17,6 +17,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -57,7 +59,7 @@ class Tensors:
         self.settled = asyncio.Event()  # nothing is pending
         self.settled.set()
         self.computing = False
-        self._gathered: list[tuple[tuple[str, ...], Computed]] = []
+        self._whole: BatchSum | None = None  # the cells' sums of one batch, added up
         device = policy.gradient.device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensors", initializer=cpu.use, initargs=(device,))
 
@@ -123,7 +125,7 @@ class Tensors:
             stats |= self._forward_backward(passes, base_step)
             self.policy.finish_gradient()
         stats["compute_s"] = time.perf_counter() - began
-        return Computed(self.policy.gradient.cpu().clone(), loss.weight_sum(step.executions), stats)
+        return Computed(self.policy.gradient.to("cpu", copy=True), loss.weight_sum(step.executions), stats)
 
     def _forward_backward(self, passes: list[list[PackedExecution]], base_step: int) -> dict[str, float]:
         """Statistics on the last stage of the pipeline, none on the others. The executions of a pass are packed."""
@@ -150,25 +152,28 @@ class Tensors:
 
     async def _gather(self, order: m.GatherSums) -> tuple[bool, ...]:
         assert self.exchange is not None, "a satellite gathers nothing"
-        own = self.sum if self.sum is not None and self.sum.batch == order.batch else None
-        found = await self.exchange.pull(order.batch, order.parts, own)
-        pairs = zip(order.parts, found, strict=True)
-        self._gathered = [(part.ids, computed) for part, computed in pairs if computed is not None]
-        return tuple(computed is not None for computed in found)
+        self._whole = whole = BatchSum.empty(order.batch, "", self.policy.gradient.numel())
+        parts, here = iter(order.parts), []
+        async with aclosing(self.exchange.pull(order.batch, order.parts, self.sum)) as sums:
+            async for computed in sums:
+                part = next(parts)
+                if computed is not None:
+                    await self.in_thread(partial(whole.add, part.ids, computed))
+                here.append(computed is not None)
+        return tuple(here)
 
     def _step(self, order: m.StepBatch) -> Stepped:
-        """Add what was gathered in its order, divide, clip, AdamW."""
+        """Divide what was gathered, clip, AdamW."""
         assert self.optimizer is not None, "a satellite steps nothing"
-        whole = BatchSum.empty(order.batch, order.base_version, self.policy.gradient.numel())
-        for ids, part in self._gathered:
-            whole.add(ids, part)
+        whole = self._whole
+        assert whole is not None and whole.batch == order.batch, "its sums were not gathered"
         step, trainer = PolicyVersion.parse(order.base_version).step, self.config.trainer
         lr = learning_rate(step, self.config.scheduler.steps, trainer)
-        self.policy.gradient.copy_(whole.flat / order.executions)
+        self.policy.gradient.copy_(whole.flat.div_(order.executions))
         norm = self.optimizer.step(lr)
         if not math.isfinite(norm):
             log.error("batch %d: the gradient is not finite, the weights stay", whole.batch)
-        self.sum, self._gathered = None, []
+        self.sum = self._whole = None
         metrics = gradients.metrics(whole.stats) | {"grad_norm": norm, "lr": lr}
         return Stepped(ids=tuple(whole.ids), weight_sum=whole.weight_sum, metrics=metrics)
 

@@ -55,10 +55,11 @@ def test_the_core_needs_moments_and_copies_more_than_a_satellite_and_each_role_i
     sizes = memory.Sizes.read(model)
     weights = 4 * sizes.parameters
     core, satellite = (memory.need(Role.TRAIN, CONFIG, sizes, core=core) for core in (True, False))
-    assert sum(core.values()) - sum(satellite.values()) == (2 + 3 + 3 - 1) * weights
+    assert sum(core.values()) - sum(satellite.values()) == (2 + 3 + 3 - 1 + 1 + 4) * weights
     serving = memory.need(Role.ROLLOUT, CONFIG, sizes, core=False)
     assert {name for name in satellite if name not in serving} == {
         "rank: gradient sum",
+        "rank: pending micro-step",
         "rank: activations",
         "engine: keys and values for others",
     }

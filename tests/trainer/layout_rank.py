@@ -41,7 +41,7 @@ class OwnSum:
     """The exchange of a core that trains alone."""
 
     async def pull(self, batch, parts, own):
-        return [Computed(own.flat, own.weight_sum, dict(own.stats))]
+        yield Computed(own.flat, own.weight_sum, dict(own.stats))
 
     def close(self) -> None: ...
 
