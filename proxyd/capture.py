@@ -22,6 +22,7 @@ from proxyd.conversation import (
     Hints,
     Message,
     Spoken,
+    ToolCall,
     digest,
     exact_key,
     loose_key,
@@ -31,7 +32,7 @@ from proxyd.conversation import (
     text_bytes,
 )
 from proxyd.echo import same_calls
-from proxyd.labels import Labels, Relabel, Root
+from proxyd.labels import Labels, Relabel, Root, forked_by
 from proxyd.patterns import worded_as_summary
 
 REMEMBERED_STARTS = 4096  # request digests per execution for counting attempts
@@ -161,7 +162,8 @@ class Forest:
             spliced=len([place for place in walk.ours if place >= walk.base_at]) if walk.ours else 0,
         )
         if walk.base is None:
-            plan.agent, plan.root, plan.relabels = self.labels.root(conversation, hints)
+            forked = forked_by(conversation.messages, self._said) if self.calls else ()
+            plan.agent, plan.root, plan.relabels = self.labels.root(conversation, hints, forked)
             plan.asked = not conversation.tools
         else:
             plan.agent = self.labels.continued(walk.base.agent, results, hints)
@@ -201,6 +203,11 @@ class Forest:
             return alike.newest, key if (start, key) in self._foreign else text_bytes(alike.first.call)
         self._foreign.add((start, key))
         return self._anywhere.get(key), key
+
+    def _said(self, call: str) -> ToolCall | None:
+        """A tool call of ours by its id."""
+        node = self._issued.get(call)
+        return next((c for c in node.spoken.calls if c.id == call), None) if node is not None else None
 
     def _tail(self, conversation: Conversation, walk: _Walk) -> list[Piece]:
         """The pieces after the base: filler or head, then units, with our own answers as they were sampled."""

@@ -4,6 +4,8 @@
 - A root whose system and first user text are those of a known agent belongs to it (a retry, or an edited history).
 - A root of which a user text before the first answer is a text argument of an earlier tool call is that call's
   sub-agent.
+- A root that goes on from a tool call of ours with its results and a user text which ends with the longest text
+  argument of that call is a fork: an agent of its own that was given its caller's history.
 - A root of an agent's system prompt that quotes a text-only answer to one appended user message continues that agent
   after a compaction; the quoted call was its summary. Where that is known only now, the earlier call is relabelled by
   a note. Some harnesses ask for summaries in a history of their own, without tools: those, too, are known when quoted.
@@ -17,13 +19,14 @@ Pure. The note in the call log: `{"k":"note","text":"relabel","exec":...,"call":
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from gyre_base.runfile import Agent
-from proxyd.conversation import NO_HINTS, Conversation, Hints, Message, Spoken, digest, text_bytes
+from proxyd.conversation import NO_HINTS, Conversation, Hints, Message, Spoken, ToolCall, digest, text_bytes
 
 ASKED_KEPT = 8  # text-only answers per agent that may yet turn out to be summaries
 SUMMARY_TAGS = ("summary", "state_snapshot")  # around what is kept of an answer that also thinks aloud
@@ -81,6 +84,23 @@ def root_of(conversation: Conversation) -> tuple[Root, list[str]]:
     return Root(_hex(system), _hex(text), len(text)), [t for m in users for t in (m.text, m.last_text) if t]
 
 
+def forked_by(messages: Sequence[Message], said: Callable[[str], ToolCall | None]) -> list[str]:
+    """Ids of tool calls of ours whose order ends what a history has of its caller's. `said`: a call of ours by its id.
+
+    The order stands right behind the results, in a text that ends with it; the call itself may have lost its arguments.
+    """
+    place = next((n for n in range(len(messages) - 1, -1, -1) if any(said(c.id) for c in messages[n].calls)), None)
+    after = next((m for m in messages[place + 1 :] if m.role != "tool"), None) if place is not None else None
+    if place is None or after is None or after.role != "user":
+        return []
+    text, out = after.text.rstrip(), []
+    for call in filter(None, (said(c.id) for c in messages[place].calls)):
+        order = max(_texts(call.arguments), key=len, default="").strip()
+        if order and text.endswith(order) and text[: -len(order)][-1:].isspace():
+            out.append(call.id)
+    return out
+
+
 def _hex(text: str) -> str:
     return digest(text_bytes(text)).hex()
 
@@ -103,13 +123,18 @@ class Labels:
         self._strays: deque[_Asked] = deque(maxlen=ASKED_KEPT)  # answers of roots without tools: summaries if quoted
         self._late: dict[str, list[str]] = {}  # ... and those already answered: a background agent may come later
 
-    def root(self, conversation: Conversation, hints: Hints = NO_HINTS) -> tuple[Agent, Root, list[Relabel]]:
-        """The agent of a history that continues none of ours."""
+    def root(
+        self, conversation: Conversation, hints: Hints = NO_HINTS, forked: Sequence[str] = ()
+    ) -> tuple[Agent, Root, list[Relabel]]:
+        """The agent of a history that continues none of ours. `forked`: see `forked_by`."""
         root, texts = root_of(conversation)
         if hints.purpose == "side":
             return self._join(Agent(id="side", role="side"), root), root, []
         if not any(k.agent.role == "main" for k in self._known.values()) and hints.role != "sub-agent":
             return self._join(Agent(), root, hints), root, []
+        if forked and not hints.role:
+            call = next((c for c in forked if f"sub-{c}" not in self._known), forked[-1])
+            return self._join(Agent(id=f"sub-{call}", role="sub-agent", parent=call), root), root, []
         for known in self._known.values():
             if root in known.roots and known.agent.role != "side" and not self._other(known, hints):
                 return known.agent, root, []

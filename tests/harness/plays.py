@@ -64,8 +64,8 @@ def background(shell: Shell, call: Call, launched: str) -> Play:
     )
 
 
-def fork(shell: Shell, call: Call, launched: str = "") -> Play:
-    """An agent that goes on from its caller's history; its cell leaves in mid-answer."""
+def fork(shell: Shell, call: Call, launched: str = "", above: str = "calls f") -> Play:
+    """An agent that goes on from its caller's history, `above` it; its cell leaves in mid-answer."""
     heard_of = (lambda heard: launched in heard) if launched else "PROOF-f"
     main = [
         Step("begins", shell(proof("begun")), "PROOF-begun"),
@@ -78,7 +78,7 @@ def fork(shell: Shell, call: Call, launched: str = "") -> Play:
         Mind(main, {"f": sub("f", shell, trouble)}),
         {
             **line("begins", "calls f", *(["rests"] if launched else []), "writes", "ends"),
-            **agent("f", "calls f", above="calls f"),
+            **agent("f", "calls f", above=above),
         },
     )
 

@@ -7,7 +7,7 @@ import json
 from tests.harness import plays
 from tests.harness.mind import MAIN, Mind, Step, call, plan, sub
 from tests.harness.plays import order
-from tests.harness.stage import Stage, task
+from tests.harness.stage import Stage, follow, task
 from tests.harness.trees import line, whole
 
 
@@ -42,6 +42,16 @@ async def test_a_whole_run(needs, real_tokenizer, tmp_path):
         assert stage.tree() == TREE
         kinds = {json.loads(line)["type"] for line in stage.printed().splitlines()}
         assert "error" not in kinds and "step_finish" in kinds
+
+
+async def test_agents_in_agents(needs, real_tokenizer, tmp_path):
+    """It offers its agents no agents of their own unless its settings say so."""
+    nested = plays.nested(shell, agent)
+    nested.mind.orders, nested.mind.side = orders, side
+    nested.tree.update(line("side", label="side"))
+    settings = {"subagent_depth": 2, "agent": {"general": {"permission": {"task": "allow"}}}}
+    env = {"OPENCODE_CONFIG_CONTENT": json.dumps(settings)}
+    await follow(nested, "opencode", needs, real_tokenizer, tmp_path, **env)
 
 
 def orders(turns) -> bool:

@@ -58,6 +58,12 @@ async def test_an_agent_in_the_background(needs, real_tokenizer, tmp_path):
     await follow(background, "qwen-code", needs, real_tokenizer, tmp_path)
 
 
+async def test_a_fork(needs, real_tokenizer, tmp_path):
+    """It has other tools than its caller, so that its prompt shares no beginning with the caller's."""
+    fork = plays.fork(shell, lambda prompt: agent(prompt, "fork"), "launched", above="-")
+    await follow(fork, "qwen-code", needs, real_tokenizer, tmp_path)
+
+
 async def test_a_turn_that_overflows_the_context(needs, real_tokenizer, tmp_path):
     """It compacts and goes on; it asks for its summary twice."""
     needs("qwen-code")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gyre_base.runfile import Agent
 from proxyd.chat import ChatModel
-from proxyd.conversation import Conversation, Hints, Message
+from proxyd.conversation import Conversation, Hints, Message, ToolCall
 from proxyd.labels import Relabel, label_of
 from tests.proxyd.test_capture import SYSTEM, TASK, Execution, call_text, echo
 
@@ -118,3 +118,34 @@ def test_a_side_call_does_not_take_the_name_of_the_agent_beside_it_in_a_later_li
     hints = Hints(agent="session-1", role="main")
     plan = run.forest.plan("k9", Conversation([SYSTEM, Message("user", "What did we do?")], b""), hints)
     assert plan.agent.role == "main"
+
+
+def fork_of(run: Execution, order: str, told: str, **more: str) -> tuple[str, list[Message]]:
+    """(the call that asks for it, its first history): the caller's without the call's arguments, results, an order."""
+    node, _ = run.turn([SYSTEM, TASK], call_text("agent", {"description": "work", "prompt": order, **more}))
+    call = node.spoken.calls[0].id
+    bare = Message("assistant", "", (ToolCall(call, "agent", "{}"),))
+    return call, [SYSTEM, TASK, bare, Message("tool", "started", call_id=call), Message("user", told)]
+
+
+def test_a_fork_that_no_header_names_is_known_by_the_order_behind_its_callers_history(chat: ChatModel) -> None:
+    run = Execution(chat)
+    call, history = fork_of(run, "Write f2.py", "You are a fork.\n\nDirective: Write f2.py")
+    ready = [*history, Message("assistant", "Understood."), Message("user", "Begin.")]
+    node, plan = run.turn(ready, "writing")
+    assert (plan.agent.role, plan.agent.parent) == ("sub-agent", call)
+    _, again = run.ask(ready)
+    assert again.agent == plan.agent and again.attempt.n == 1, "its repeat is a retry"
+    _, more = run.ask([*ready, echo(node), Message("user", "and?")])
+    assert more.agent == plan.agent
+    _, main = run.ask([SYSTEM, TASK])
+    assert main.agent.role == "main"
+
+
+def test_a_caller_that_begins_anew_is_no_fork(chat: ChatModel) -> None:
+    """After a summary: its report of the agent holds the order, and other words of the call end it."""
+    for told in ("Write f2.py: done, and it is good.", "This is good work", "f2: Write f2.py.", "reWrite f2.py", ""):
+        run = Execution(chat)
+        _, history = fork_of(run, "Write f2.py", told)
+        _, plan = run.ask(history)
+        assert plan.agent.role == "main", told
