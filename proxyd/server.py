@@ -18,6 +18,8 @@ from typing import Any, Protocol, cast
 
 import httptools
 
+from proxyd.turns import Turns
+
 log = logging.getLogger(__name__)
 MAX_BODY = 64 << 20  # bytes; a 2M-token history as JSON text is about 10 MB
 MAX_HEAD = 64 << 10
@@ -75,6 +77,7 @@ class Connection(asyncio.Protocol):
     handle: Handler
     wording: Wording
     connections: set[Connection]
+    ready: Turns[Connection]  # that have something to begin with
     queue: deque[Request | Response] = field(default_factory=deque)
     request: Request | None = None  # that is being answered
     later: Later | None = None  # where its answer will come from
@@ -159,7 +162,8 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, _TooMuch) as error:
             status, why = self._refusal or (400, f"this is not HTTP as it should be: {error}")
             self._end_with(status, why)
-        self._next()
+        if self.queue or self._wants_continue:
+            self.ready.add(self)
         if len(self.queue) > MAX_PIPELINED and self._transport is not None and not self._pausing:
             self._pausing = True
             self._transport.pause_reading()
@@ -193,7 +197,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._unread = False
-        self._next()
+        self.next()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -201,7 +205,7 @@ class Connection(asyncio.Protocol):
 
     # ---- requests, one after the other ------------------------------------------------------------------------------
 
-    def _next(self) -> None:
+    def next(self) -> None:
         """Begin with what is here, until an answer has to be waited for or is not read."""
         while self.request is None and not self._unread and self._transport is not None:
             if self._transport.is_closing():
@@ -243,7 +247,7 @@ class Connection(asyncio.Protocol):
     def _given(self, response: Response) -> None:
         self.later = None
         self._answer(response)
-        self._next()
+        self.next()
 
     async def _work(self, answer: Coroutine[Any, Any, Response]) -> None:
         assert self.request is not None
@@ -256,7 +260,7 @@ class Connection(asyncio.Protocol):
             return
         self.task = None
         self._answer(response)
-        self._next()
+        self.next()
 
     def _answer(self, response: Response) -> None:
         request, self.request = self.request, None
@@ -332,8 +336,9 @@ class HttpServer:
 
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """(host, port) it listens on. Raises OSError."""
+        ready = Turns(Connection.next)
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self._handle, self._wording, self._connections), host, port, backlog=1024
+            lambda: Connection(self._handle, self._wording, self._connections, ready), host, port, backlog=1024
         )
         found = self._server.sockets[0].getsockname()
         return str(found[0]), int(found[1])

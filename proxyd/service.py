@@ -8,7 +8,6 @@ are the core's.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -30,6 +29,7 @@ from proxyd.live import Chunk, Telling, progress_of
 from proxyd.reading import Asked, Memory
 from proxyd.records import Facts, Progress, call_record, relabel_note
 from proxyd.stream import Sampled, join_spans
+from proxyd.turns import Turns
 
 log = logging.getLogger(__name__)
 DROP_AFTER_S = 60.0  # a call for which nobody has waited this long is aborted; its relay may have been cut off
@@ -91,6 +91,9 @@ class Open:
             news.set()
 
 
+_Over = tuple[Open, Submit, Sampled, Ended]  # a stream that ended
+
+
 class Service:
     """Everything between HTTP and engines. `feed` hands an event to the core."""
 
@@ -115,6 +118,7 @@ class Service:
         self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL)
         self.progress = 0  # finished calls of this life
         self.prompt_tokens = self.new_prompt_tokens = self.sampled_tokens = 0  # of these
+        self._over = Turns(self._ended)  # streams that ended in this turn of the loop
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -302,7 +306,10 @@ class Service:
         # a row is of the token before: the engine computes that one itself, whatever it found of the prompt elsewhere
         routed_from = before - 1 if self._routing is not None else None
         body = [self._engines.body(submit, b",".join(parts), asked, routed_from)]
-        ended = functools.partial(self._heard_out, opened, submit, sampled)
+
+        def ended(outcome: Ended) -> None:
+            self._over.add((opened, submit, sampled, outcome))
+
         stream = self._engines.stream(submit.url, body, sampled, opened.heard, ended)
         opened.running = Running(submit, sampled, stream)
 
@@ -310,15 +317,10 @@ class Service:
         log.warning("cut the stream of call %s at %s", opened.call, running.submit.url)
         running.stream.cut()
         outcome = Ended("cut", lost=True, why="it did not end after an abort")
-        asyncio.get_running_loop().call_soon(self._ended, opened, running.submit, running.sampled, outcome)
+        self._over.add((opened, running.submit, running.sampled, outcome))
 
-    def _heard_out(self, opened: Open, submit: Submit, sampled: Sampled, outcome: Ended) -> None:
-        if opened.watchers:  # what has just come is told first
-            asyncio.get_running_loop().call_soon(self._ended, opened, submit, sampled, outcome)
-        else:
-            self._ended(opened, submit, sampled, outcome)
-
-    def _ended(self, opened: Open, submit: Submit, sampled: Sampled, outcome: Ended) -> None:
+    def _ended(self, over: _Over) -> None:
+        opened, submit, sampled, outcome = over
         if self._stopping or opened.running is None or opened.running.submit is not submit:
             return  # it was cut in the same turn of the loop
         try:
