@@ -91,7 +91,8 @@ def roles(
         "gradient sum": sums,
         "activations (estimate)": activations,
     }
-    stepped = {"moments": MOMENTS * sums, "masters": 0 if dtype == "fp32" else sums}
+    once = model.parameters * FP32  # ranks that have copies of the weights share what the optimizer keeps
+    stepped = {"moments": MOMENTS * once, "masters": 0 if dtype == "fp32" else once}
     return [
         {
             "role": "rollout",

@@ -145,8 +145,8 @@ def need(role: Role, config: Config, sizes: Sizes, *, core: bool) -> dict[str, i
     }
     if core:
         parts |= {
-            "rank: moments": 2 * held,
-            "rank: masters": numbers * masters,
+            "rank: moments": sizes.parameters * 2 * FP32,  # these and masters once, by ranks with copies of weights too
+            "rank: masters": sizes.parameters * masters,
             "rank: published snapshots": 3 * weights,  # the newest, in a slot, and one that is still read
             "rank: checkpoint copy": sizes.parameters * (width + 2 * FP32 + masters),  # written while training goes on
         }

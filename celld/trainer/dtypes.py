@@ -5,6 +5,8 @@ numpy has no bf16, so `celld.weights` holds such an array as uint16: this is whe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,15 @@ def to_array(tensor: Tensor) -> Array:
     held = tensor.detach().cpu()
     array: Array = (held.view(torch.uint16) if held.dtype == torch.bfloat16 else held).numpy()
     return array
+
+
+def to_arrays(each: Iterable[tuple[str, Tensor]], *, kept: bool) -> dict[str, Array]:
+    """In the order of the names; nothing if they are not `kept`: then each is gone when the next one comes."""
+    arrays = {}
+    for name, tensor in each:
+        if kept:
+            arrays[name] = to_array(tensor)
+    return dict(sorted(arrays.items()))
 
 
 def to_tensor(array: Array) -> Tensor:

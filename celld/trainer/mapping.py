@@ -8,7 +8,7 @@ memory, are read too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -130,7 +130,7 @@ def _mlp(prefix: str, rest: str) -> tuple[str, int | None]:
     return f"{prefix}mlp.experts.{number}.", number
 
 
-def from_hf(name: str, tensors: dict[str, Tensor], shape: Shape) -> Tensor:
+def from_hf(name: str, tensors: Mapping[str, Tensor], shape: Shape) -> Tensor:
     """The whole weight `name` of megatron. Raises KeyError with the Hugging Face name that is missing."""
     prefix, rest = _split_name(name)
     if rest == _QKV:  # per key/value head: its query heads, then its key, then its value

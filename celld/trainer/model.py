@@ -13,7 +13,7 @@ Shapes: T packed tokens of this rank, N targets of all, V vocabulary (V/tp per r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,38 +168,47 @@ class Policy:
             for name, parameter in self.parameters.items():
                 parameter.copy_(parts[name])
 
-    def hf_tensors(self, values: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def hf_tensors(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The weights (or `values` of the same names and shapes), whole, under Hugging Face names in a fixed order.
 
         Collective over the ranks of the cell.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, part in (self.parameters if values is None else values).items():
+        held = self.parameters if values is None else values
+        return dict(sorted(self.hf_each(held.items())))
+
+    def hf_each(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """`hf_tensors` one by one, in the host's memory and in no order: who keeps none of them never holds a whole
+        copy. To be taken to its end on every rank."""
+        return pipeline.joined(self._stage_each(values))
+
+    def _stage_each(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Of this stage of the pipeline."""
+        for name, part in values:
             if self.ep > 1 and is_expert(name):
                 for rank, expert in enumerate(_gathered(part, mpu.get_expert_model_parallel_group())):
-                    tensors.update(to_hf(self._global(name, rank), expert, self.shape))
+                    yield from to_hf(self._global(name, rank), expert, self.shape)
             elif not self._is_copy(name):
-                tensors.update(to_hf(self._global(name), self._whole(name, part.detach()), self.shape))
-        return dict(sorted(pipeline.joined(tensors).items()))
+                yield from to_hf(self._global(name), self._whole(name, part.detach()), self.shape)
 
-    def from_hf_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def from_hf_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Inverse of `hf_tensors`: this rank's parts by parameter name. Raises ModelError if one is missing."""
-        parts = {}
-        for name in self.parameters:
-            try:
-                whole = from_hf(self._global(name), tensors, self.shape)
-                parts[name] = shard(name, whole, self.tp, self.tp_rank)
-            except KeyError as error:
-                raise ModelError(f"the weights lack {error}") from None
-        return parts
+        return {name: self.part(name, tensors) for name in self.parameters}
+
+    def part(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`from_hf_tensors` of one parameter."""
+        try:
+            whole = from_hf(self._global(name), tensors, self.shape)
+        except KeyError as error:
+            raise ModelError(f"the weights lack {error}") from None
+        return shard(name, whole, self.tp, self.tp_rank)
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
         """`load` from read-only arrays (a snapshot, a checkpoint)."""
         self.load({name: dtypes.to_tensor(array) for name, array in arrays.items()})
 
-    def hf_arrays(self) -> dict[str, Array]:
-        """`hf_tensors` of the weights, for a snapshot or a checkpoint."""
-        return {name: dtypes.to_array(tensor) for name, tensor in self.hf_tensors().items()}
+    def hf_arrays(self, *, kept: bool = True) -> dict[str, Array]:
+        """`hf_tensors` of the weights, for a snapshot or a checkpoint; a rank that only takes part keeps nothing."""
+        return dtypes.to_arrays(self.hf_each(self.parameters.items()), kept=kept)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         parts = [part]

@@ -1,20 +1,24 @@
-"""AdamW behind a small interface: clip, step, and state under Hugging Face names. Sharding it is a later matter.
+"""AdamW behind a small interface: clip, step, and state under Hugging Face names; ranks with copies of the same weights
+share the work and the state.
 
-Owns moments, the fp32 masters of bf16 weights, and the learning rate of a step. Never talks, never reads the gradient
-of another rank. Invariants: the state it gives, loaded into a fresh one over the same weights, continues bit for bit;
-the policy's weights are the masters, rounded to its type.
+Owns moments, the fp32 masters of bf16 weights, and the learning rate of a step. Never reads the gradient of another
+rank. Each of the ranks that have a copy of a parameter keeps masters and moments of a part of its numbers alone, steps
+these, and the others get the new weights from it (`celld.trainer.shards`). Invariants: the state it gives, loaded into
+a fresh one over the same weights, continues bit for bit, on however many ranks; the policy's weights are the masters,
+rounded to its type.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from celld.trainer import dtypes
 from celld.trainer.model import Policy
+from celld.trainer.shards import Shards
 from celld.weights import Array
 from gyre_base.config import TrainerConfig
 
@@ -39,17 +43,18 @@ class AdamW:
 
     def __init__(self, policy: Policy, config: TrainerConfig) -> None:
         self._policy, self._clip = policy, config.grad_clip
-        self._masters = {name: _master(parameter) for name, parameter in policy.parameters.items()}
-        parameters = list(self._masters.values())
+        self._shards = Shards({name: parameter.numel() for name, parameter in policy.parameters.items()})
+        self._masters = {name: _master(policy.parameters[name], own) for name, own in self._shards.own.items()}
+        decays = {name for name in self._masters if policy.parameters[name].dim() > 1}
         groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for name, p in self._masters.items() if name in decays], "weight_decay": config.weight_decay},
+            {"params": [p for name, p in self._masters.items() if name not in decays], "weight_decay": 0.0},
         ]
         self._adam = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
         self.steps = 0
 
     def step(self, lr: float) -> float:
-        """Clip the policy's gradient by norm, step; returns the norm before clipping.
+        """Clip the policy's gradient by norm, step; returns the norm before clipping. Collective.
 
         A gradient that is not finite changes nothing but the count: one bad number must not end a run of days.
         """
@@ -63,36 +68,37 @@ class AdamW:
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
-        self._round()
+        self._bring()
         return norm
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def _bring(self) -> None:
+        """The new weights: of this rank's masters, and of the others'."""
         for name, parameter in self._policy.parameters.items():
-            if self._masters[name] is not parameter:
-                parameter.copy_(self._masters[name])
+            flat = parameter.detach().view(-1)
+            if name in self._masters and parameter.dtype != torch.float32:
+                flat[self._shards.own[name]] = self._masters[name]
+            self._shards.complete(name, flat)
 
-    def masters(self) -> dict[str, Array]:
-        """The fp32 weights of a bf16 policy, else nothing. Collective over the ranks of the cell."""
+    def masters(self, *, kept: bool = True) -> dict[str, Array]:
+        """The fp32 weights of a bf16 policy, else nothing. Collective like `Policy.hf_arrays`."""
         if self._policy.dtype == torch.float32:
             return {}
-        whole = self._policy.hf_tensors(dict[str, Tensor](self._masters))
-        return {name: dtypes.to_array(tensor) for name, tensor in whole.items()}
+        return dtypes.to_arrays(self._each(dict[str, Tensor](self._masters)), kept=kept)
 
     @torch.no_grad()
     def start_from(self, weights: Mapping[str, Array]) -> None:
         """What the policy has loaded, as exact as it came."""
-        parts = self._policy.from_hf_tensors({name: dtypes.to_tensor(array) for name, array in weights.items()})
-        for name, master in self._masters.items():
-            master.copy_(parts[name])
+        for name, own in self._parts(weights):
+            self._masters[name].copy_(own)
 
-    def hf_arrays(self) -> dict[str, Array]:
-        """`moment.name` -> array; zeros before the first step. Collective over the ranks of the cell."""
+    def hf_arrays(self, *, kept: bool = True) -> dict[str, Array]:
+        """`moment.name` -> array; zeros before the first step. Collective like `Policy.hf_arrays`."""
         held, arrays = self._adam.state, {}
         for moment in MOMENTS:
-            values = {name: held[p][moment] if p in held else torch.zeros_like(p) for name, p in self._masters.items()}
-            whole = self._policy.hf_tensors(values)
-            arrays.update({f"{moment}.{name}": dtypes.to_array(tensor) for name, tensor in whole.items()})
+            own = {name: held[p][moment] if p in held else torch.zeros_like(p) for name, p in self._masters.items()}
+            whole = dtypes.to_arrays(self._each(own), kept=kept)
+            arrays.update({f"{moment}.{name}": array for name, array in whole.items()})
         return arrays
 
     def load(self, arrays: Mapping[str, Array], steps: int) -> None:
@@ -100,17 +106,26 @@ class AdamW:
         self.steps = steps
         for moment in MOMENTS:
             named = {n.removeprefix(f"{moment}."): a for n, a in arrays.items() if n.startswith(f"{moment}.")}
-            parts = self._policy.from_hf_tensors({name: dtypes.to_tensor(a) for name, a in named.items()})
-            for name, master in self._masters.items():
-                state = self._adam.state[master]
+            for name, own in self._parts(named):
+                state = self._adam.state[self._masters[name]]
                 state["step"] = torch.tensor(float(steps))
-                state[moment] = parts[name].clone().to(master.device)
+                state[moment] = own.clone().to(self._policy.gradient.device)
+
+    def _each(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole, under Hugging Face names, from every rank's own numbers."""
+        parameters = self._policy.parameters.items()
+        return self._policy.hf_each((n, self._shards.whole(n, own.get(n)).view(p.shape)) for n, p in parameters)
+
+    def _parts(self, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Tensor]]:
+        """Inverse of `_each`: this rank's own numbers of each parameter."""
+        whole = {name: dtypes.to_tensor(array) for name, array in arrays.items()}
+        for name, own in self._shards.own.items():
+            yield name, self._policy.part(name, whole).flatten()[own]
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """With the parameter's gradient, which is fp32 in any case."""
-    if parameter.dtype == torch.float32:
-        return parameter
-    master = nn.Parameter(parameter.detach().float())
-    master.grad = parameter.grad
+def _master(parameter: nn.Parameter, own: slice) -> nn.Parameter:
+    """With its part of the parameter's gradient, which is fp32 in any case; a view of an fp32 parameter."""
+    assert parameter.grad is not None, "the policy's gradient is always there"
+    master = nn.Parameter(parameter.detach().view(-1)[own].float())
+    master.grad = parameter.grad.view(-1)[own]
     return master

@@ -14,7 +14,7 @@ Shapes: T packed tokens of one execution, D width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -61,21 +61,23 @@ def forward_backward(policy: Policy, plans: Sequence[tree.TreePlan], loss_of: Lo
     return dict(stats)
 
 
-def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of every stage, on every stage. Collective. All are of one type."""
-    group = mpu.get_pipeline_model_parallel_group()
+def joined(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Those of every stage, on every stage, one by one in the host's memory. Collective. All are of one type."""
+    host, group = torch.device("cpu"), mpu.get_pipeline_model_parallel_group()
+    own = ((name, tensor.to(host)) for name, tensor in tensors)
     if dist.get_world_size(group) == 1:
-        return tensors
-    whole: dict[str, Tensor] = {}
-    dtype = next(iter(tensors.values())).dtype
+        yield from own
+        return
+    held = dict(own)
+    dtype = next(iter(held.values())).dtype
     for stage in range(dist.get_world_size(group)):
-        mine = tensors if dist.get_rank(group) == stage else None
+        mine = held if dist.get_rank(group) == stage else None
         source = dist.get_global_rank(group, stage)
         for name, shape in _layout(mine, source, group):
-            part = torch.empty(shape, dtype=dtype, device=cpu.device()) if mine is None else mine[name].contiguous()
-            dist.broadcast(part, source, group=group)
-            whole[name] = part
-    return whole
+            part = torch.empty(shape, dtype=dtype) if mine is None else mine[name].contiguous()
+            moved = part.to(cpu.device())
+            dist.broadcast(moved, source, group=group)
+            yield name, moved.to(host)
 
 
 def _layout(tensors: dict[str, Tensor] | None, source: int, group: dist.ProcessGroup) -> list[tuple[str, list[int]]]:

@@ -191,10 +191,12 @@ class Tensors:
             self.optimizer.load(whole, order.steps)
 
     def _give(self, what: str) -> dict[str, Array]:
+        """On the leader; the others hold one tensor at a time, and no copy of the whole."""
+        kept = dist.get_rank() == 0
         if what == WEIGHTS:
-            return self.policy.hf_arrays()
+            return self.policy.hf_arrays(kept=kept)
         assert self.optimizer is not None, "a satellite has no moments"
-        return self.optimizer.masters() if what == MASTERS else self.optimizer.hf_arrays()
+        return self.optimizer.masters(kept=kept) if what == MASTERS else self.optimizer.hf_arrays(kept=kept)
 
 
 def shared(layout: Layout, arrays: Mapping[str, Array] | None) -> Mapping[str, Array]:

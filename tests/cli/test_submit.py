@@ -257,7 +257,7 @@ def test_memory_of_each_role_follows_from_the_models_own_files(tmp_path):
     half = dataclasses.replace(model, expert_parameters=2**19)
     rows = memory.roles(half, context_length=1024, running=8, micro_step_tokens=0, copies=4, expert_copies=2)
     sizes = {row["role"]: round(row["least_gib"] * 2**30 / 2**20, 1) for row in rows}
-    assert sizes == {"rollout": 2.5, "train, satellite": 36.0, "train, core": 60.0}
+    assert sizes == {"rollout": 2.5, "train, satellite": 36.0, "train, core": 44.0}  # moments once
     rows = memory.roles(model, context_length=1024, running=8, micro_step_tokens=0, dtype="bf16")
     sizes = {row["role"]: round(row["least_gib"] * 2**30 / 2**20, 1) for row in rows}
     assert sizes == {"rollout": 2.5, "train, satellite": 10.0, "train, core": 22.0}  # 2 + 4 + 4, + 8 + 4 of a weight

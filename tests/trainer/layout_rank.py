@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import warnings
 
 warnings.filterwarnings("ignore")
 
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from celld.trainer import cpu  # noqa: E402
+from celld.trainer import cpu, dtypes  # noqa: E402
 from celld.trainer.gradients import Computed  # noqa: E402
+from celld.trainer.mapping import is_expert  # noqa: E402
 from celld.trainer.model import Policy, read_config, read_tensors  # noqa: E402
-from celld.trainer.optimizer import AdamW  # noqa: E402
+from celld.trainer.optimizer import MOMENTS, AdamW  # noqa: E402
 from celld.trainer.tensors import Tensors  # noqa: E402
 from gyre_base import config as configuration  # noqa: E402
 from gyre_base import messages as m  # noqa: E402
@@ -93,7 +96,7 @@ async def forests(tensors: Tensors) -> list[tuple[dict[str, float], dict[str, to
 
 async def train(policy: Policy) -> dict[str, object]:
     """What `forests` gives; then of STEPS steps norms and the last weights and moments (whole)."""
-    tensors, norms = tensors_of(policy), []
+    tensors, norms, start = tensors_of(policy), [], copied(policy.hf_arrays())
     found = await forests(tensors)
     for step in range(STEPS):
         base, part = f"0.{step}", m.Contribution(cell="c0", life=1, ids=("s",))
@@ -105,7 +108,58 @@ async def train(policy: Policy) -> dict[str, object]:
     weights = {name: tensor.clone() for name, tensor in policy.hf_tensors().items()}
     moments = {name: torch.from_numpy(array.copy()) for name, array in tensors.optimizer.hf_arrays().items()}
     tensors.close()
-    return {"forests": found, "norms": norms, "weights": weights, "moments": moments}
+    given = stepped(policy, start, resumed=dist.get_world_size() > 1)
+    return {"forests": found, "norms": norms, "weights": weights, "moments": moments, "stepped": given}
+
+
+def stepped(policy: Policy, start: dict[str, np.ndarray], *, resumed: bool) -> dict[str, object]:
+    """What given gradients make of the weights `start`, of masters and moments; unclipped, since the norm is summed in
+    another order on each layout. `resumed`: half-way all goes into a fresh optimizer, by way of whole arrays. Also how
+    many numbers this rank keeps of each moment, and how many it has of the parameters."""
+    policy.load_arrays(start)
+    config = configuration.TrainerConfig(grad_clip=0.0, weight_decay=0.1)
+    optimizer, shapes = AdamW(policy, config), {name: part.shape for name, part in policy.hf_tensors().items()}
+    for step in range(2 * STEPS):
+        if resumed and step == STEPS:
+            exact, moments = copied(optimizer.masters() or policy.hf_arrays()), copied(optimizer.hf_arrays())
+            policy.load({name: torch.zeros(shape) for name, shape in shapes.items()})
+            optimizer = AdamW(policy, config)
+            policy.load_arrays(exact)
+            optimizer.start_from(exact)
+            optimizer.load(moments, STEPS)
+        generator = torch.Generator().manual_seed(step)
+        whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        for name, part in policy.from_hf_tensors(whole).items():
+            policy.parameters[name].grad.copy_(part)
+        optimizer.step(1e-3)
+    before = copied(policy.hf_arrays())
+    policy.gradient.fill_(math.nan)
+    optimizer.step(1e-3)
+    after = policy.hf_arrays()
+    assert all(np.array_equal(before[name], after[name]) for name in before), "not finite, and something changed"
+    arrays = {"weights": before, "masters": copied(optimizer.masters()), "moments": copied(optimizer.hf_arrays())}
+    kept = {moment: sum(held[moment].numel() for held in optimizer._adam.state.values()) for moment in MOMENTS}
+    return {
+        **{what: {name: dtypes.to_tensor(array) for name, array in arrays[what].items()} for what in arrays},
+        "kept": kept,
+        "has": {
+            kind: sum(p.numel() for name, p in policy.parameters.items() if is_expert(name) is (kind == "experts"))
+            for kind in ("common", "experts")
+        },
+    }
+
+
+def copied(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def assert_shared(rank: dict[str, object], whole: dict[str, object], layout: dict[str, int]) -> None:
+    """What a rank of `stepped` found is what one rank alone finds, bit for bit, and it keeps its share alone."""
+    for what in ("weights", "masters", "moments"):
+        assert same_bits(rank[what], whole[what]), what
+    copies = layout.get("cp", 1)
+    share = rank["has"]["common"] / copies + rank["has"]["experts"] / (copies // layout.get("ep", 1))
+    assert rank["kept"] == pytest.approx(dict.fromkeys(MOMENTS, share), abs=2)
 
 
 if __name__ == "__main__":

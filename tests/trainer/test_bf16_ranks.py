@@ -14,6 +14,7 @@ import torch
 
 from celld.trainer.model import Policy, read_config, read_tensors
 from tests.trainer import bf16_rank
+from tests.trainer.layout_rank import assert_shared
 from tests.trainer.test_bf16 import BF16, U
 from tests.trainer.test_many_ranks import a_model
 
@@ -40,6 +41,7 @@ def test_ranks_in_bf16_train_like_one_and_have_the_same_weights(tmp_path, policy
     bound = 25 * U if kind == "tied" else 0.25
     expected = torch.cat([tensor.flatten() for tensor in whole["gradient"].values()])
     for rank in ranks:
+        assert_shared(rank["stepped"], whole["stepped"], layout)
         found = torch.cat([rank["gradient"][name].flatten() for name in whole["gradient"]])
         assert (found - expected).norm() <= bound * expected.norm()
         for name, master in rank["masters"].items():

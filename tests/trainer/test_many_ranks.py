@@ -75,6 +75,7 @@ def test_a_cell_of_many_ranks_trains_like_one(tmp_path, policy, reference, kind,
         assert rank["norms"] == pytest.approx(whole["norms"], rel=1e-5)
         for name, bound in (("weights", 1e-5), ("moments", 1e-4)):
             assert_close(rank[name], whole[name], bound, name)
+        layout_rank.assert_shared(rank["stepped"], whole["stepped"], layout)
         last = number >= size - size // layout.get("pp", 1)
         for which, (mine, theirs) in enumerate(zip(rank["forests"], whole["forests"], strict=True)):
             assert_close(mine[1], theirs[1], 1e-5, which)
