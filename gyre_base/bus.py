@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.auth import Authenticator
 
 from gyre_base import wire
 from gyre_base.allocation import own_address
@@ -63,13 +63,38 @@ class _OnlyOurKey:
         return key == self._public
 
 
+class _Doorkeeper(Authenticator):
+    """Asks the callback for each connection, in the running loop.
+
+    pyzmq's own for asyncio waits on a poller, which lets go of its file descriptor only some turns of the loop after
+    `stop`: by then another server may have got the same number, and would be deaf.
+    """
+
+    _task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        super().start()
+        self._door: Any = zmq.asyncio.Socket.from_socket(self.zap_socket)
+        self._task = asyncio.create_task(self._answer())
+
+    async def _answer(self) -> None:
+        while True:
+            await self.handle_zap_message(await self._door.recv_multipart())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._door.close()
+        super().stop()
+
+
 class Server:
     """Binds a free port, publishes its endpoint, yields what arrives."""
 
     def __init__(self, run: RunDir, keys: Keys, *, kind: str, name: str, life: int, bind: str) -> None:
         self._run, self._keys, self._kind, self._name, self._life = run, keys, kind, name, life
         self._context = zmq.asyncio.Context()
-        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator = _Doorkeeper(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
         self._bind = bind
         self.address = ""
