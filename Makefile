@@ -9,7 +9,7 @@ RUN_ARGS ?=
 TEST_ARGS ?=
 
 .PHONY: help run test check format install golden sim clean slurm-packages test-slurm test-slurm-slice test-sglang test-gpu apptainer \
-  harness-packages test-harness test-harness-slice
+  harness-packages test-harness test-harness-slice test-sglang-slice
 help:                       ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/  /' | column -t -l 2 -s '  ' 2>/dev/null || grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
@@ -47,9 +47,11 @@ $(SGLANG_STAMP): tools/sglang-cpu.sh tools/sglang-cpu.txt
 # two runs: the first one's engines are gone before the second one's start, or 24 GB would not do
 SGLANG_PYTEST = GYRE_ENGINE=sglang GYRE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(PY) -m pytest -n0 -v --timeout 900
 
-test-sglang: $(STAMP) $(SGLANG_STAMP)  ## the engine contract and a run on the real SGLang, without a GPU
-	$(SGLANG_PYTEST) tests/engine/test_contract.py tests/engine/test_sglang.py tests/trainer/test_transformers.py $(TEST_ARGS)
+test-sglang: test-sglang-slice  ## the engine contract, runs and mixtures of experts on the real SGLang, without a GPU
 	$(SGLANG_PYTEST) tests/engine/test_sglang_experts.py $(TEST_ARGS)
+
+test-sglang-slice: $(STAMP) $(SGLANG_STAMP)  ## of it, what CI runs: all but the mixtures
+	$(SGLANG_PYTEST) tests/engine/test_contract.py tests/engine/test_sglang.py tests/trainer/test_transformers.py $(TEST_ARGS)
 
 test-gpu: $(STAMP)          ## what only a GPU can show, in ten minutes; skipped, with the reason, where there is none
 	$(PY) -m pytest -n0 -v -rs tests/gpu $(TEST_ARGS)

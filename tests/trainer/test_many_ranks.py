@@ -48,7 +48,6 @@ def a_model(folder: Path, reference, kind: str) -> Path:
         ("untied", {"cp": 3}),
         ("tied", {"tp": 2, "cp": 2}),
         ("tied", {"pp": 2, "cp": 2}),
-        ("experts", {"cp": 2}),
         ("experts", {"cp": 4, "ep": 2}),
         ("experts", {"pp": 3, "cp": 2, "ep": 2}),
     ],
