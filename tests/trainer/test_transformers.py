@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.celld_rig.trees import plain_row
 from celld.trainer import tree
 from celld.trainer.model import Policy, read_config, read_tensors
 from celld.weights import hf_files, write_directory
@@ -47,7 +49,7 @@ def test_weights_go_through_the_trainer_bit_for_bit_and_logits_are_transformers(
         answer = load_file(folder / kind / "answer.safetensors")
         ids = answer["ids"][0]
         count = len(ids)
-        row = tree.TreePlan(ids, torch.arange(count), torch.full((count,), count), (tree.Row(0, count, ((0, count),)),))
+        row = dataclasses.replace(tree.plan([plain_row(count, vocab=config["vocab_size"])]), tokens_T=ids)
         with torch.no_grad():
             logits = mine.logits(row, torch.arange(count))
         tolerance = 2e-6 * float(answer["logits"].abs().max())
