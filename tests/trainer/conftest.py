@@ -50,3 +50,15 @@ def policy(reference):
     policy = Policy(SMALL.to_hf())
     policy.load(dict(reference.state_dict()))
     return policy
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["normalised", "plain"])
+def mixture(request, policy):
+    """(a small mixture of experts in megatron, its plain-torch twin). `policy`: the process group is up."""
+    from celld.trainer.model import Policy
+    from tests.trainer import experts
+
+    twin = experts.twin(normalised=request.param)
+    mine = Policy(experts.config_of(normalised=request.param))
+    mine.load(dict(twin.state_dict()))
+    return mine, twin

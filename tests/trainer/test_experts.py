@@ -13,30 +13,21 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from celld.trainer import layers, tree
 from celld.trainer import loss as losses
 from celld.trainer.mapping import ModelError, Shape
-from celld.trainer.model import Policy
 from tests.trainer import experts
 from tests.trainer.forests import random_micro_step
 from tests.trainer.test_tree_and_loss import assert_same_gradient, flattened_loss, packed_loss
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["normalised", "plain"])
-def pair(request, policy):  # `policy`: the process group is up
-    twin = experts.twin(normalised=request.param)
-    mine = Policy(experts.config_of(normalised=request.param))
-    mine.load(dict(twin.state_dict()))
-    return mine, twin
-
-
-def test_weights_come_back_bit_for_bit_under_the_names_of_the_hub(pair):
-    mine, twin = pair
+def test_weights_come_back_bit_for_bit_under_the_names_of_the_hub(mixture):
+    mine, twin = mixture
     back, theirs = mine.hf_tensors(), dict(twin.state_dict())
     assert list(back) == sorted(theirs)
     assert "model.layers.2.mlp.experts.4.down_proj.weight" in back and "model.layers.1.mlp.up_proj.weight" in back
     assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 
 
-def test_experts_fused_into_one_tensor_are_read_too(pair):
-    mine, twin = pair
+def test_experts_fused_into_one_tensor_are_read_too(mixture):
+    mine, twin = mixture
     theirs = dict(twin.state_dict())
     fused = {name: tensor for name, tensor in theirs.items() if ".experts." not in name}
     for layer in (0, 2):
@@ -49,8 +40,8 @@ def test_experts_fused_into_one_tensor_are_read_too(pair):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.hf_tensors().items())
 
 
-def test_logits_equal_those_of_the_plain_torch_model(pair):
-    mine, twin = pair
+def test_logits_equal_those_of_the_plain_torch_model(mixture):
+    mine, twin = mixture
     plan = tree.plan(random_micro_step(5, 1, segments=1, longest=60).executions)
     with torch.no_grad():
         ours, theirs = mine.logits(plan, torch.arange(len(plan))), twin(plan.tokens_T[None])[0]
@@ -59,8 +50,8 @@ def test_logits_equal_those_of_the_plain_torch_model(pair):
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), executions=st.integers(1, 4), segments=st.integers(1, 9))
-def test_packed_loss_and_gradients_equal_the_flattened_form(pair, seed, executions, segments):
-    mine, twin = pair
+def test_packed_loss_and_gradients_equal_the_flattened_form(mixture, seed, executions, segments):
+    mine, twin = mixture
     steps = random_micro_step(seed, executions, segments=segments, longest=15).executions
     options = losses.LossOptions(clip_low=0.2, clip_high=4.0)
     mine.zero_gradient()

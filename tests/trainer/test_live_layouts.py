@@ -20,9 +20,9 @@ from gyre_base import messages as m
 from gyre_base.keys import make_keys
 from gyre_base.rundir import RunDir
 from tests.trainer import experts
+from tests.trainer.cells import a_model
 from tests.trainer.fake_trajd import FakeTrajd, served
 from tests.trainer.forests import random_micro_step
-from tests.trainer.test_many_ranks import a_model
 from tests.trainer.world import STEP_S, World
 
 pytestmark = pytest.mark.slow

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from celld.tiny import model as tiny
-from tests.trainer import experts, layout_rank
-
-ROOT = Path(__file__).parents[2]
-
-
-def a_model(folder: Path, reference, kind: str) -> Path:
-    """The small model: its output matrix is its embedding, or is one of its own, or some of its layers have experts."""
-    if kind == "experts":
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(experts.config_of()))
-        save_file(dict(experts.twin().state_dict()), folder / "model.safetensors", {"format": "pt"})
-        return folder
-    tiny.save(reference, folder)
-    if kind == "untied":
-        config = folder / "config.json"
-        config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
-        tensors = load_file(folder / "model.safetensors")
-        generator = torch.Generator().manual_seed(9)
-        tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=generator) * 0.2
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
+from tests.trainer import layout_rank
+from tests.trainer.cells import a_model, ranks
 
 
 @pytest.mark.timeout(600)
@@ -56,19 +30,14 @@ def a_model(folder: Path, reference, kind: str) -> Path:
 def test_a_cell_of_many_ranks_trains_like_one(tmp_path, policy, reference, kind, layout):
     from celld.trainer.model import Policy, read_config, read_tensors
 
-    model, size = a_model(tmp_path / "model", reference, kind), math.prod(layout.values()) // layout.get("ep", 1)
-    command = [sys.executable, "-m", "tests.trainer.layout_rank", str(model), str(tmp_path / "store")]
-    outputs = [tmp_path / f"rank{number}" for number in range(size)]
-    processes = [
-        subprocess.Popen([*command, str(number), str(size), json.dumps(layout), str(output)], cwd=ROOT)
-        for number, output in enumerate(outputs)
-    ]
-    alone = Policy(read_config(model))  # the fixture `policy` has joined the process group of this process
-    alone.load(read_tensors(model))
-    whole = asyncio.run(layout_rank.train(alone))
-    assert ("lm_head.weight" in whole["weights"]) is (kind == "untied")
-    assert [process.wait(timeout=500) for process in processes] == [0] * len(processes)
+    model = a_model(tmp_path / "model", reference, kind)
+    with ranks("tests.trainer.layout_rank", model, tmp_path, layout) as outputs:
+        alone = Policy(read_config(model))  # the fixture `policy` has joined the process group of this process
+        alone.load(read_tensors(model))
+        whole = asyncio.run(layout_rank.train(alone))
+        assert ("lm_head.weight" in whole["weights"]) is (kind == "untied")
 
+    size = len(outputs)
     for number, output in enumerate(outputs):
         rank = torch.load(output, weights_only=True)
         assert rank["norms"] == pytest.approx(whole["norms"], rel=1e-5)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from celld.trainer import gradients, replay, tree
 from celld.trainer import loss as losses
-from celld.trainer.model import Policy
 from gyre_base.microstep import MicroStep, PackedRouting, PackError
 from tests.trainer import experts
 from tests.trainer.forests import random_micro_step
@@ -20,14 +19,6 @@ from tests.trainer.test_tree_and_loss import assert_same_gradient, flattened_los
 
 OPTIONS = losses.LossOptions(clip_low=0.2, clip_high=4.0)
 LAYERS, SPARSE = experts.SHAPE.num_hidden_layers, (0, 2)
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["normalised", "plain"])
-def pair(request, policy):  # `policy`: the process group is up
-    twin = experts.twin(normalised=request.param)
-    mine = Policy(experts.config_of(normalised=request.param))
-    mine.load(dict(twin.state_dict()))
-    return mine, twin
 
 
 def routed(packed, rows, at=None):
@@ -75,8 +66,8 @@ def gradient_of(policy, executions):
 
 
 @pytest.mark.parametrize("piece_tokens", [0, 7])
-def test_replay_of_its_own_choice_changes_no_bit(pair, piece_tokens):
-    mine, _ = pair
+def test_replay_of_its_own_choice_changes_no_bit(mixture, piece_tokens):
+    mine, _ = mixture
     steps = random_micro_step(3, 2, segments=5, longest=15).executions
     rows = own_rows(mine, steps)
     split = len(steps[0])
@@ -106,9 +97,9 @@ class Forced(torch.nn.Module):
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), share=st.sampled_from([1.0, 0.5]), piece_tokens=st.sampled_from([0, 5]))
-def test_a_given_choice_gives_what_a_plain_computation_of_it_gives(pair, seed, share, piece_tokens):
+def test_a_given_choice_gives_what_a_plain_computation_of_it_gives(mixture, seed, share, piece_tokens):
     """One path, so that the twin computes the same tokens; some of them are routed by the router."""
-    mine, twin = pair
+    mine, twin = mixture
     (packed,) = random_micro_step(seed, 1, segments=1, longest=24).executions
     at = np.flatnonzero(np.random.default_rng(seed).random(len(packed)) < share)
     rows = random_rows(seed, len(at))
@@ -132,15 +123,15 @@ def test_a_given_choice_gives_what_a_plain_computation_of_it_gives(pair, seed, s
     assert_same_gradient(mine, twin)
 
 
-def test_another_choice_changes_the_gradient(pair):
-    mine, _ = pair
+def test_another_choice_changes_the_gradient(mixture):
+    mine, _ = mixture
     steps = random_micro_step(4, 1, segments=3, longest=15).executions
     other = [routed(steps[0], random_rows(1, len(steps[0])))]
     assert not torch.allclose(gradient_of(mine, steps)[1], gradient_of(mine, other)[1], atol=1e-4)
 
 
-def test_pieces_replay_as_the_whole_does(pair):
-    mine, _ = pair
+def test_pieces_replay_as_the_whole_does(mixture):
+    mine, _ = mixture
     steps = random_micro_step(5, 3, segments=4, longest=12).executions
     steps = [routed(packed, random_rows(n, len(packed))) for n, packed in enumerate(steps)]
     whole = gradient_of(mine, steps)
@@ -153,8 +144,8 @@ def test_pieces_replay_as_the_whole_does(pair):
     torch.testing.assert_close(pieces[1], whole[1], rtol=1e-4, atol=1e-6)
 
 
-def test_rows_of_another_model_are_refused(pair):
-    mine, _ = pair
+def test_rows_of_another_model_are_refused(mixture):
+    mine, _ = mixture
     (packed,) = random_micro_step(6, 1, segments=1, longest=9).executions
     rows = random_rows(0, len(packed))
     for wrong in (rows[:, :2], rows[:, :, :1], rows + experts.COUNT):
